@@ -23,7 +23,7 @@ from lowtide.errors import (
 from lowtide.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lowtide.api import accumulating, plan, plans, rematerialize, restore, wait
+    from lowtide.api import accumulating, plan, plans, rematerialize, rematerialize_stages, restore, wait
     from lowtide.batches import MaxBatch, max_batch
     from lowtide.dynamic.context import online
     from lowtide.memory.measurement import Measurement
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _LAZY = {
-    "lowtide.api": ("accumulating", "plan", "plans", "rematerialize", "restore", "wait"),
+    "lowtide.api": ("accumulating", "plan", "plans", "rematerialize", "rematerialize_stages", "restore", "wait"),
     "lowtide.batches": ("MaxBatch", "max_batch"),
     "lowtide.dynamic.context": ("online",),
     "lowtide.memory.measurement": ("Measurement",),
@@ -47,7 +47,8 @@ _LAZY = {
 __all__ = [
     "CaptureError", "CompiledMismatchError", "CostError", "ExecutionError", "Fit", "InfeasibleBudgetError", "LowtideError",
     "MaxBatch", "Measurement", "NativeCoreError", "OnlineBudgetError", "Plan", "PlanError", "ScheduleError",
-    "accumulating", "checked", "fits", "max_batch", "measure", "online", "plan", "plans", "rematerialize", "restore", "wait",
+    "accumulating", "checked", "fits", "max_batch", "measure", "online", "plan", "plans", "rematerialize",
+    "rematerialize_stages", "restore", "wait",
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from lowtide.runtime.caller import let_go
 from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.owning import is_worth_owning
+from lowtide.runtime.stages import plan_stages, stages_of
 from lowtide.runtime.updates.optimizer import of_model
 from lowtide.settings import Settings, searches
 
@@ -95,6 +96,32 @@ def rematerialize(
         raise PlanError("keep_gradients=True is said of an optimizer's; give optimizer=, too.")
     model.forward = _prepared(model, settings, optimizer, keep_gradients, args, kwargs or {})
     return model
+
+
+def rematerialize_stages(
+    schedule: Any,
+    *samples: Sequence[Any],
+    budget: int | str,
+    reserve: int | str = 0,
+    planner: str = "auto",
+    seed: int = 0,
+) -> None:
+    """Make this rank's stages of a pipeline train inside one memory budget together, in place.
+
+    ``schedule``: of ``torch.distributed.pipelining``, with whole backward passes (``ScheduleGPipe``, ``Schedule1F1B``,
+    ``ScheduleInterleaved1F1B``). ``samples``: the arguments of a micro-batch, for each of the rank's stages in their order.
+    How many micro-batches are in flight, and of which stages while one runs, is the schedule's to say. Of the plans that fit
+    ``budget`` together, those are chosen by which a micro-batch takes least time in all stages of the rank.
+
+    ``budget``, ``reserve``, ``planner`` and ``seed`` are those of ``rematerialize``; a percentage is of the peak of all passes
+    of a step without rematerialization. Raises the errors of ``rematerialize``, and leaves all stages as they are then.
+    """
+    stages = [stage.submod for stage in stages_of(schedule)]
+    for stage in stages:
+        _require_plannable(stage)
+    settings = Settings(budget=budget, reserve=reserve, planner=planner, seed=seed, rescue=False)
+    for stage, planned in zip(stages, plan_stages(schedule, samples, settings), strict=True):
+        stage.forward = planned
 
 
 def _prepared(

@@ -30,6 +30,7 @@ from lowtide.progress import Progress, report
 from lowtide.settings import Settings, is_brief, searches
 from lowtide.sharing import Member, Planning, Share
 from lowtide.sharing.agreement import agreed_plan, several_processes
+from lowtide.sharing.assignment import as_alone
 from lowtide.sharing.in_flight import plan_in_flight
 from lowtide.sharing.pass_budget import outside_pass, pass_budget
 from lowtide.solve import working_set_bound
@@ -225,16 +226,19 @@ def _within_budget(
     search: Callable[[PlanRequest], Plan],
 ) -> Plan:
     """What ``search`` finds for the bytes that are left of the budget for a pass."""
+    alone = costs
     costs = with_room_between(program, costs, settings.between_bytes)
     costs = with_offload(costs, settings.offload, settings.offload_budget, program_device(program))
     costs = with_state_transfers(program, costs)
     budget, outside = pass_budget(program, settings, costs, outside, granted_bytes)
     try:
         with stage("search"):
-            if settings.in_flight > 1:
+            if settings.in_flight > 1 and settings.beside_bytes is None:
                 plan = plan_in_flight(program, costs, settings.in_flight, budget, *in_flight_planners(settings))
             else:
                 plan = _as_lowered(program, settings, costs, budget, search)
+                if settings.beside_bytes is not None:
+                    plan = as_alone(plan, Member(program, alone)).among(settings.in_flight, settings.beside_bytes)
     except InfeasibleBudgetError as error:
         raise error.beside(outside.bytes, str(outside)) from None
     return plan if settings.budget is not None else dataclasses.replace(plan, outside=str(outside))

@@ -46,6 +46,7 @@ class Settings:
     optimizer_bytes: int | None = None  # of the optimizer's states, where these are known
     moved_bytes: int = 0  # of them, those that lie in the second memory between updates
     in_flight: int = 1  # calls that wait for their backward pass at once
+    beside_bytes: int | None = None  # of a budget that stages share: what all calls that wait hold meanwhile
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
     most_bytes: int | None = None  # for a pass, since a step ran out of memory (runtime.rescue)
 

@@ -171,12 +171,17 @@ def split_by_pytorch() -> None:
 
 
 def counted(schedule: Any, rank: int) -> dict[int, int]:
-    """By stage, the most micro-batches of it that are in flight on a rank: as the guide counts them."""
+    """By stage, the most micro-batches of it that are in flight on a rank."""
     running, most = Counter[int](), Counter[int]()
     for action in filter(None, schedule.pipeline_order[rank]):
         running[action.stage_index] += (action.computation_type == "F") - (action.computation_type == "B")
         most[action.stage_index] = max(most[action.stage_index], running[action.stage_index])
     return dict(most)
+
+
+def counted_by_number(schedule: Any, rank: int) -> dict[int, int]:
+    """The same by the number of a stage on its rank."""
+    return {stage // dist.get_world_size(): count for stage, count in counted(schedule, rank).items()}
 
 
 def several_stages_of_a_rank() -> None:
@@ -195,6 +200,33 @@ def several_stages_of_a_rank() -> None:
     assert any(plan.overhead > 0 for plan in plans)
     assert max(ours.peaks[1:]) <= 0.9 * alone, (ours.peaks, alone)
     say(f"in flight {in_flight}: peaks {ours.peaks}, alone {alone}")
+
+
+def stages_that_share_a_budget() -> None:
+    """Interleaved 1F1B: one budget for all stages of a rank. Bits, the measured peak, and less time than by budgets of each."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    reference = trained(interleaved, (), (1, 1))
+    alone = max(reference.peaks[1:])
+    for share in (0.85, 0.6):
+        budget, shared = int(share * alone), []
+
+        def planned(stages: list[PipelineStage], budget: int = budget, shared: list[Any] = shared) -> Any:
+            schedule = interleaved(stages)
+            kept = sum(
+                reserved(count, first=rank + ranks * number == 0, last=rank + ranks * number == 2 * ranks - 1)
+                for number, count in counted_by_number(schedule, rank).items()
+            )
+            samples = [(torch.ones(ROWS, LENGTH, WIDTH),)] * 2
+            lowtide.rematerialize_stages(schedule, *samples, budget=budget, reserve=kept, planner="auto{effort=1}")
+            shared += [lowtide.plans(stage.submod)[0] for stage in stages]
+            return schedule
+
+        ours = trained(planned, (), (1, 1))
+        assert_same(ours, reference)
+        assert any(plan.overhead > 0 for plan in shared)
+        totals = {plan.budget_bytes + plan.waiting_bytes for plan in shared}
+        say(f"peaks {ours.peaks} of {budget}, alone {alone}, overheads {[plan.overhead for plan in shared]}, {totals}")
+        assert max(ours.peaks[1:]) <= budget, (ours.peaks, budget)
 
 
 def split_backward_passes_are_refused() -> None:
@@ -268,6 +300,7 @@ if __name__ == "__main__":
         as_many_as_stages_follow,
         split_by_pytorch,
         several_stages_of_a_rank,
+        stages_that_share_a_budget,
         split_backward_passes_are_refused,
         sharded_stages,
     )

@@ -17,6 +17,7 @@ _PROGRAM = "tests.integrations.pp_program"
         "as_many_as_stages_follow",
         "split_by_pytorch",
         "several_stages_of_a_rank",
+        "stages_that_share_a_budget",
         "split_backward_passes_are_refused",
     ],
 )

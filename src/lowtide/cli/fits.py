@@ -10,7 +10,8 @@ import contextlib
 import json
 from typing import Any
 
-from lowtide.cli.options import add_mesh_options, add_offload_options, add_planner_options, given
+from lowtide.cli.largest import largest_that_fits
+from lowtide.cli.options import add_largest_option, add_mesh_options, add_offload_options, add_planner_options, given
 from lowtide.cli.target import sample
 from lowtide.progress import progress_bar
 
@@ -24,6 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim (default: AdamW)")
     add("--reserve", help="to be left alone (default: 1 GB of a named device)")
     add_mesh_options(parser)
+    add_largest_option(parser)
     add_offload_options(parser)
     add("--json", action="store_true", help="print one JSON object")
     add_planner_options(parser, "auto{effort=1}")
@@ -40,9 +42,20 @@ def answer(options: argparse.Namespace, **own: Any) -> int:
 
     asked = given(options, "seed", "offload", "offload_budget", "mesh", "link")
     with contextlib.ExitStack() as stack:
-        mesh = () if options.mesh is None else (stack.enter_context(pretended(parse_mesh(options.mesh))),)
-        model, args, kwargs = sample(options.target, *mesh)
+        mesh = None if options.mesh is None else stack.enter_context(pretended(parse_mesh(options.mesh)))
         on_progress = stack.enter_context(progress_bar())
-        fit = lowtide.fits(model, args, kwargs, **asked, **own, on_progress=on_progress)
-    print(json.dumps(fit.to_json()) if options.json else fit)
+
+        def fit_of(**numbers: int) -> lowtide.Fit:
+            model, args, kwargs = sample(options.target, mesh, **numbers)
+            return lowtide.fits(model, args, kwargs, **asked, **own, on_progress=on_progress)
+
+        if options.largest is None:
+            fit, found = fit_of(), None
+        else:
+            found = largest_that_fits(options.largest, lambda number: fit_of(**{options.largest: number}))
+            fit = found.fit
+    if options.json:
+        print(json.dumps(fit.to_json() | ({} if found is None else {"searched": found.to_json()})))
+    else:
+        print(fit if found is None else f"{found}\n\n{fit}")
     return 0 if fit else _NO_FIT

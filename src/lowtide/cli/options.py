@@ -91,3 +91,9 @@ def add_mesh_options(parser: argparse.ArgumentParser) -> None:
         "--mesh", metavar="dp=8,tp=4", help="of a cluster that is not there: what one of its ranks takes"
     )
     parser.add_argument("--link", metavar="NAME|DIM=NAME,..", help="between the ranks of a mesh, such as nvlink")
+
+
+def add_largest_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--largest", metavar="NAME", help="find the largest integer that fits, given to the callable as this argument"
+    )

@@ -15,6 +15,7 @@ from lowtide.cli import fits
 from lowtide.cli.options import (
     add_budget_option,
     add_chunked_loss_option,
+    add_largest_option,
     add_mesh_options,
     add_offload_options,
     add_planner_options,
@@ -45,12 +46,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_mesh_options(parser)
     add("--device", metavar="H100-80GB", help="of a mesh")
     add("--optimizer", metavar="NAME", help="of a mesh; of torch.optim (default: AdamW)")
+    add_largest_option(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.mesh:
         return _on_mesh(options)
-    of_mesh = next((name for name in ("link", "device", "optimizer") if getattr(options, name)), None)
+    of_mesh = next((name for name in ("link", "device", "optimizer", "largest") if getattr(options, name)), None)
     if of_mesh:
         raise PlanError(f"--{of_mesh} is that of a --mesh; for one device there is lowtide fits.")
     if not (options.budget or options.curve):

@@ -6,7 +6,7 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowtide.errors import LowtideError, PlanError
@@ -14,12 +14,12 @@ from lowtide.errors import LowtideError, PlanError
 _EXAMPLE = 'for instance "mypackage.models:build", where build() returns (model, args, kwargs)'
 
 
-def sample(target: str, *given: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Call the user's callable, with what it is ``given`` if it takes that; the current folder is importable. Raises
-    ``PlanError`` for anything but a sample."""
+def sample(target: str, mesh: Any = None, **numbers: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Call the user's callable, with what ``call`` gives it; the current folder is importable. Raises ``PlanError`` for
+    anything but a sample."""
     from torch import nn
 
-    result = call(target, *given)
+    result = call(target, mesh, **numbers)
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
         returned = type(result).__name__
         if isinstance(result, tuple):
@@ -32,19 +32,32 @@ def sample(target: str, *given: Any) -> tuple[Any, tuple[Any, ...], dict[str, An
     return model, tuple(args), kwargs
 
 
-def call(target: str, *given: Any) -> Any:
-    """What the user's callable returns. Raises ``PlanError`` where it cannot be found or fails."""
+def call(target: str, mesh: Any = None, **numbers: int) -> Any:
+    """What the user's callable returns for these ``numbers``, and for the ``mesh`` if it takes one. Raises ``PlanError`` where
+    it cannot be found, takes no such number, or fails."""
     try:
         function = find_callable(target)
-        takes = len(inspect.signature(function).parameters) >= len(given)
-        return function(*given) if takes else function()
+        return function(**_arguments(target, function, mesh, numbers))
     except LowtideError:
         raise
     except Exception as error:
-        raise PlanError(f"{target} raised {type(error).__name__}: {error}.") from error
+        said = ", ".join(f"{name}={number}" for name, number in numbers.items())
+        raise PlanError(f"{target}{said and f'({said})'} raised {type(error).__name__}: {error}.") from error
 
 
-def find_callable(target: str) -> Callable[[], Any]:
+def _arguments(target: str, function: Callable[..., Any], mesh: Any, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """The ``numbers``; the ``mesh`` as the argument of that name, else as the first one that has no default."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    missing = next((name for name in numbers if all(one.name != name for one in named)), None)
+    if missing is not None and not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        raise PlanError(f"{target} has no argument {missing!r}; let it take one, such as def build({missing}=1).")
+    free = [one for one in named if one.name not in numbers]
+    takes = [one for one in free if one.name == "mesh"] or [one for one in free if one.default is one.empty]
+    return {**({takes[0].name: mesh} if mesh is not None and takes else {}), **numbers}
+
+
+def find_callable(target: str) -> Callable[..., Any]:
     """The callable that ``PACKAGE.MODULE:CALLABLE`` or ``FILE.py:CALLABLE`` names."""
     module_name, colon, path = target.partition(":")
     if not colon or not module_name or not path:
@@ -63,5 +76,5 @@ def find_callable(target: str) -> Callable[[], Any]:
         raise PlanError(f"cannot load {target}: {error}; {_EXAMPLE}.") from error
     if not callable(found):
         raise PlanError(f"{target} is a {type(found).__name__}, not a callable; {_EXAMPLE}.")
-    result: Callable[[], Any] = found
+    result: Callable[..., Any] = found
     return result

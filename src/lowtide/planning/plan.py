@@ -70,7 +70,8 @@ class Plan:
     along. ``history``: the plans that were in force before, and this one, where it was improved in the background.
     ``lowered_from_bytes``: the budget that was given, where steps ran out of memory within it and it was lowered; else 0.
     ``outside``: what a total budget counted beside the pass. ``in_flight``: so many calls may wait for their backward
-    pass at once; ``waiting_bytes`` are what the others hold while one runs, and gradients that earlier ones left in parameters.
+    pass at once; ``waiting_bytes`` are what the others hold while one runs, and gradients that earlier ones left in
+    parameters; those of all stages that share a budget.
     """
 
     graph: Graph
@@ -101,6 +102,10 @@ class Plan:
         run, plain = simulate(graph, costs, schedule), simulate(graph, costs, keep_all_schedule(graph))
         asked = (graph, costs, schedule, planner, budget_bytes)
         return cls(*asked, run.peak_bytes, plain.peak_bytes, run.time_ns, seed=seed, **facts)
+
+    def among(self, in_flight: int, waiting_bytes: int) -> Plan:
+        """That of one of several calls at once."""
+        return dataclasses.replace(self, in_flight=in_flight, waiting_bytes=waiting_bytes)
 
     @property
     def overhead(self) -> float:
@@ -201,9 +206,10 @@ class Plan:
         }
         if self.outside:
             details["beside the pass"] = self.outside
-        if self.in_flight > 1:
+        if self.waiting_bytes:
             others, total = format_bytes(self.waiting_bytes), format_bytes(self.peak_bytes + self.waiting_bytes)
-            details["in flight"] = f"{self.in_flight} calls; beside one of them {others}, at most {total} together"
+            calls = f"{self.in_flight} call{'' if self.in_flight == 1 else 's'}"
+            details["in flight"] = f"{calls}; beside one of them {others}, at most {total} together"
         if self.chunked:
             details["loss"] = "; ".join(map(str, self.chunked))
         if self.schedule.moves:
@@ -255,7 +261,7 @@ class Plan:
         data: dict[str, Any] = {"format": PLAN_FORMAT} | {name: getattr(self, name) for name in _FACTS}
         data["schedule"] = schedule_to_json(self.schedule)
         data |= {"outside": self.outside} if self.outside else {}
-        if self.in_flight > 1:
+        if self.waiting_bytes:
             data |= {"in_flight": self.in_flight, "waiting_bytes": self.waiting_bytes}
         if graph:
             data["graph"] = graph_to_json(self.graph, self.costs)

@@ -152,7 +152,7 @@ class _Search:
         return [low] * len(self.members)
 
     def menus(self, chosen: Sequence[Assignment], budget_bytes: int) -> list[list[Assignment]]:
-        """For each member, other ways to run it: by plans that save more, or without one."""
+        """For each member, other ways to run it: by plans that save more, or were found on the way, or without one."""
         taken = [one.footprint.saved_bytes for one in chosen]
         rooms: dict[str, int] = {}
         for program, room in zip(self._programs, self._rooms(taken, budget_bytes), strict=True):
@@ -160,11 +160,12 @@ class _Search:
         found: dict[str, list[Assignment]] = {}
         for index, (program, member) in enumerate(zip(self._programs, self.members, strict=True)):
             if program not in found:
-                found[program] = [Assignment(member.eager)]
                 for fraction in _MENU:
                     with contextlib.suppress(InfeasibleBudgetError):
                         key, room = (program, self._limit(index, fraction)), rooms[program]
-                        found[program].append(self._assignment(member, key, room, budget_bytes))
+                        self._assignment(member, key, room, budget_bytes)
+                made = (one for (of, _), plans in self._made.items() if of == program for _, one in plans)
+                found[program] = [Assignment(member.eager), *made]
         return [found[program] for program in self._programs]
 
     def refined(self, fractions: Sequence[float], budget_bytes: int) -> list[float]:

@@ -15,10 +15,10 @@ import numpy as np
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs, simulate
 from lowtide.planning import Plan
-from lowtide.program.distributed.gathers import unreduced_bytes
 from lowtide.program.program import Program
 from lowtide.sharing.assignment import Assignment, Planning, Share, plan_alone
 from lowtide.sharing.constraints import Member
+from lowtide.sharing.stages import left_bytes
 from lowtide.units import format_bytes
 
 _TRIED = 8  # limits, evenly from the outputs alone to what is saved without a plan
@@ -55,12 +55,7 @@ class _Calls:
 
     def __init__(self, program: Program, costs: Costs, in_flight: int) -> None:
         self.member, self.in_flight = Member(program, costs), in_flight
-        graph = program.graph
-        storages = {
-            graph.values[value].storage for position, value in program.gradients if position < program.parameters
-        }
-        left = sum(int(costs.storage_bytes[storage]) for storage in storages) + unreduced_bytes(program)
-        self.left_bytes = left if in_flight > 1 else 0
+        self.left_bytes = left_bytes(self.member) if in_flight > 1 else 0
 
     def peak_bytes(self, chosen: Assignment) -> int:
         """With all of them run in this way."""
@@ -135,10 +130,5 @@ class _Calls:
     def _finished(self, chosen: Assignment, budget_bytes: int) -> Plan:
         waiting = self.left_bytes + (self.in_flight - 1) * chosen.footprint.saved_bytes
         plan = plan_alone(chosen, self.member)
-        return dataclasses.replace(
-            plan,
-            budget_bytes=budget_bytes - waiting,
-            lower_bound_ns=None,
-            in_flight=self.in_flight,
-            waiting_bytes=waiting,
-        )
+        plan = dataclasses.replace(plan, budget_bytes=budget_bytes - waiting, lower_bound_ns=None)
+        return plan.among(self.in_flight, waiting)

@@ -1,12 +1,14 @@
 """What is left of a shared budget, given to the members to which it is worth most.
 
-Every member may run by any assignment of its menu. From the ones that were chosen, members change to quicker ones as long as
+Every member may run by any assignment of its menu: a multiple-choice knapsack with a row per constraint. Of few members the
+quickest choice is found, by depth-first search. Of more, members change from what was chosen to quicker assignments as long as
 all constraints hold: the time saved per byte that is saved for longer decides, and among equal members the later one goes
-first, since fewer others run while it waits. A greedy solution of a multiple-choice knapsack with a row per constraint.
+first, since fewer others run while it waits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +16,8 @@ import numpy.typing as npt
 
 from lowtide.sharing.assignment import Assignment
 from lowtide.sharing.constraints import Constraint, Footprint, Member
+
+_FEW = 1 << 14  # choices of all members together
 
 
 def upgraded(
@@ -24,6 +28,10 @@ def upgraded(
     budget_bytes: int,
 ) -> list[Assignment]:
     """``chosen`` with quicker assignments for some members; what fitted into ``budget_bytes`` still does."""
+    if math.prod(len(menu) + 1 for menu in menus) <= _FEW:
+        return quickest(
+            members, constraints, [[own, *menu] for own, menu in zip(chosen, menus, strict=True)], budget_bytes
+        )
     rows = _Rows(constraints, len(members))
     result = list(chosen)
     totals = rows.totals([one.footprint for one in result])
@@ -44,6 +52,37 @@ def upgraded(
     return result
 
 
+def quickest(
+    members: Sequence[Member],
+    constraints: Sequence[Constraint],
+    menus: Sequence[Sequence[Assignment]],
+    budget_bytes: int,
+) -> list[Assignment]:
+    """One assignment of each menu: of those that fit together the ones that take least time in all, and of equals the first."""
+    rows = _Rows(constraints, len(members))
+    sizes = [[rows.of(index, one.footprint) for one in menu] for index, menu in enumerate(menus)]
+    times = [[one.time_ns(member) for one in menu] for member, menu in zip(members, menus, strict=True)]
+    least = [np.min(own, axis=0) for own in sizes]  # of what is taken in each row
+    best: tuple[float, tuple[int, ...]] = (math.inf, ())
+
+    def search(picked: tuple[int, ...], time: int, left: npt.NDArray[np.int64]) -> None:
+        """From the first members on. ``left``: what the picked ones leave, and the least of all others."""
+        nonlocal best
+        place = len(picked)
+        if time + sum(map(min, times[place:])) >= best[0]:
+            return
+        if place == len(menus):
+            best = (time, picked)
+            return
+        for number in np.argsort(times[place], kind="stable").tolist():
+            after = left + least[place] - sizes[place][number]
+            if int(after.min(initial=0)) >= 0:
+                search((*picked, number), time + times[place][number], after)
+
+    search((), 0, budget_bytes - rows.base - sum(least, start=np.zeros_like(rows.base)))
+    return [menu[number] for menu, number in zip(menus, best[1], strict=True)]
+
+
 class _Rows:
     """Constraints as columns: how often each member is in each of them, in which role."""
 
@@ -60,13 +99,13 @@ class _Rows:
     def totals(self, footprints: Sequence[Footprint]) -> npt.NDArray[np.int64]:
         found = self.base.copy()
         for index, footprint in enumerate(footprints):
-            found += self._of(index, footprint)
+            found += self.of(index, footprint)
         return found
 
     def change(self, member: int, before: Footprint, after: Footprint) -> npt.NDArray[np.int64]:
-        return self._of(member, after) - self._of(member, before)
+        return self.of(member, after) - self.of(member, before)
 
-    def _of(self, member: int, own: Footprint) -> npt.NDArray[np.int64]:
+    def of(self, member: int, own: Footprint) -> npt.NDArray[np.int64]:
         found: npt.NDArray[np.int64] = (
             self.saved[:, member] * own.saved_bytes
             + self.forward[:, member] * own.forward_bytes

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.planning import Plan
 from lowtide.runtime.parts.forward_pass import ForwardPass, left_gradient_bytes, waiting_places
-from lowtide.runtime.programs.entry import Entry, with_plan
+from lowtide.runtime.programs.entry import Entry, exchange, with_plan
 from lowtide.sharing import Constraint, sequential_constraints
 
 Key = tuple[int, int]
@@ -55,11 +55,7 @@ class StepRecord:
         not come again soon."""
         exchanged = {entry: with_plan(entry, plan) for entry, plan in plans.items()}
         for graph in dict.fromkeys(one.graph for one in self.passes):
-            for known in graph.entries.values():
-                known[:] = [exchanged.get(entry, entry) for entry in known]
-                for entry in known:
-                    entry.for_masks.clear()
-                    entry.for_masks[entry.program.mask] = entry
+            exchange(graph.entries, exchanged)
         self.passes = [dataclasses.replace(one, entry=exchanged[one.entry]) for one in self.passes]
 
     @property

@@ -186,6 +186,15 @@ def with_plan(entry: Entry, plan: Plan | None) -> Entry:
     return replace(entry, plan=plan, lowered=lowered(entry.program, plan, entry.arena)) if plan else entry
 
 
+def exchange(known: Mapping[Signature, list[Entry]], exchanged: Mapping[Entry, Entry]) -> None:
+    """Put other entries for the same calls in the place of those of a model."""
+    for entries in known.values():
+        entries[:] = [exchanged.get(entry, entry) for entry in entries]
+        for entry in entries:
+            entry.for_masks.clear()
+            entry.for_masks[entry.program.mask] = entry
+
+
 class Siblings:
     """The schedules of programs that are the same operators at other sizes: each is one for all. ``version`` counts them."""
 
