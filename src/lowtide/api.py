@@ -23,7 +23,7 @@ from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.owning import is_worth_owning
 from lowtide.runtime.stages import plan_stages, stages_of
-from lowtide.runtime.updates.optimizer import of_model
+from lowtide.runtime.updates.of_model import of_model
 from lowtide.settings import Settings, searches
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -145,8 +145,10 @@ def _prepared(
             let_go(module, copied)
     runtime = Rematerialized(model, settings)
     if optimizer is not None:
-        memory = settings.offload if settings.total_budget is not None else None
-        runtime.optimizer = of_model(optimizer, model, memory, keeps=keep_gradients)
+        moves_states = settings.total_budget is not None
+        runtime.optimizer = of_model(
+            optimizer, model, settings.offload, moves_states=moves_states, keeps=keep_gradients
+        )
     if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
         try:
             runtime.prepare(args, kwargs)

@@ -91,6 +91,19 @@ def test_less_overhead_is_a_smaller_batch() -> None:
     assert batches[1].overhead <= 0.1
 
 
+def test_what_moves_makes_room_for_more(tmp_path: Path) -> None:
+    budget = 700 * KIB
+    asked: dict[str, Any] = {"budget": budget, "max_overhead": None, "planner": "offload{effort=0}"}
+    found = max_batch(_sample, _model(), **asked, offload=f"disk:{tmp_path}")
+    assert found.batch > found.batch_without
+    assert found.plan.schedule.moves
+    assert found.measured_peak_bytes == found.predicted_peak_bytes <= budget
+    little = max_batch(_sample, _model(), **asked, offload=f"disk:{tmp_path}", offload_budget=64 * KIB)
+    assert found.batch_without <= little.batch < found.batch
+    with pytest.raises(lowtide.PlanError, match="needs offload="):
+        max_batch(_sample, _model(), budget=budget, offload_budget=KIB)
+
+
 def test_a_total_budget_counts_parameters_states_and_inputs() -> None:
     model = _model()
     found = max_batch(_sample, model, total_budget=900 * KIB, max_overhead=None, planner=PLANNER)

@@ -22,10 +22,12 @@ from lowtide.capture import Captured, capture
 from lowtide.cost import analytical_costs
 from lowtide.ir import Costs, Graph, keep_all_schedule, simulate
 from lowtide.memory.allocators import free_memory
+from lowtide.offload import with_offload
 from lowtide.pipeline import program_costs
 from lowtide.program import Program
 from lowtide.program.sizes import outside_of, program_device
 from lowtide.progress import Progress
+from lowtide.settings import Settings
 
 SMALL_BATCHES = (2, 8)
 
@@ -46,12 +48,16 @@ class Member:
 
 
 class Family:
-    """``member(batch)`` for any batch size; ``captured(batch)`` never estimates."""
+    """``member(batch)`` for any batch size; ``captured(batch)`` never estimates. ``settings`` tell the second memory."""
 
-    def __init__(self, model: nn.Module, samples: Samples, on_progress: Progress | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, samples: Samples, settings: Settings, on_progress: Progress | None = None
+    ) -> None:
         self.model, self.samples, self.on_progress = model, samples, on_progress
+        self.offload = settings.offload, settings.offload_budget
         self.member: Callable[[int], Member] = functools.cache(self._member)
-        self.first, self.second = (self.captured(batch)[1] for batch in SMALL_BATCHES)
+        (captured, self.first), (_, self.second) = map(self.captured, SMALL_BATCHES)
+        self.device = program_device(captured.program)
         self.uniform = self.belongs(self.second)
 
     def belongs(self, member: Member) -> bool:
@@ -71,6 +77,7 @@ class Family:
             captured = capture(self.model, args, kwargs)
         program = captured.program
         costs = program_costs(program, self.on_progress) if _has_room(program) else analytical_costs(program)
+        costs = with_offload(costs, *self.offload, program_device(program))
         return captured, Member(batch, program.graph, costs, outside_of(program, self.model, None).bytes)
 
     def _member(self, batch: int) -> Member:
@@ -86,7 +93,8 @@ class Family:
         columns = ("time_ns", "workspace_bytes", "storage_bytes")
         changed = {name: line(getattr(first.costs, name), getattr(second.costs, name)) for name in columns}
         resident = int(line(first.resident_bytes, second.resident_bytes))
-        return Member(batch, first.graph, dataclasses.replace(first.costs, **changed), resident)
+        costs = dataclasses.replace(first.costs, **changed)
+        return Member(batch, first.graph, with_offload(costs, *self.offload, self.device), resident)
 
 
 def _shape_free(graph: Graph) -> Graph:

@@ -6,6 +6,7 @@ import bisect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -95,6 +96,8 @@ def max_batch(
     planner: str = "auto{effort=1}",
     seed: int = 0,
     limit: int = 1 << 16,
+    offload: str | None = None,
+    offload_budget: int | str | None = None,
     on_progress: Progress | None = None,
 ) -> MaxBatch:
     """The largest batch that ``model`` trains with inside a memory budget, with lowtide and without.
@@ -102,7 +105,8 @@ def max_batch(
     ``make_sample(batch)`` returns ``(args, kwargs)`` of a call with that many samples. ``total_budget`` and ``budget`` are
     those of ``lowtide.rematerialize``, in bytes. ``max_overhead`` is the most extra time that a step may take, as a fraction:
     a third is about one more forward pass, ``None`` is any. ``planner``: a more patient one may find a few percent more, and
-    is asked about ten times. Up to ``limit`` samples are tried.
+    is asked about ten times. Up to ``limit`` samples are tried. ``offload`` and ``offload_budget`` as for
+    ``lowtide.rematerialize``: what a pass needs later may move away and back.
 
     Batches are planned on captured graphs and allocate nothing; the answer is confirmed by a capture of its own and, where
     the device has the memory, by one measured step. The model is left as it is.
@@ -111,7 +115,8 @@ def max_batch(
     that fails.
     """
     require_module(model, "max_batch(make_sample, model)")
-    settings = Settings(budget=budget, total_budget=total_budget, planner=planner, seed=seed)
+    asked: dict[str, Any] = {"offload": offload, "offload_budget": offload_budget, "planner": planner, "seed": seed}
+    settings = Settings(budget=budget, total_budget=total_budget, **asked)
     given = budget if budget is not None else total_budget
     if is_percentage(given):
         raise PlanError('max_batch needs a budget in bytes, such as "8GiB": a percentage would grow with the batch.')
@@ -124,7 +129,7 @@ def max_batch(
     assert given is not None
     samples = Samples(make_sample, SMALL_BATCHES[0])
     with told(type(model).__name__, on_progress) as tell:
-        family = Family(model, samples, tell)
+        family = Family(model, samples, settings, tell)
         return _Search(family, settings, parse_budget(given, 1), max_overhead, limit).run()
 
 
@@ -200,9 +205,12 @@ class _Search:
 
     def _found_before(self, member: Member) -> Plan | None:
         """The latest of the schedules found so far that fits ``member`` too."""
-        room = self._room(member)
+        room, memory = self._room(member), member.costs.second_memory
+        capacity = None if memory is None else memory.capacity_bytes
         for plan in reversed(self.plans if self.family.uniform else []):
             result = simulate(member.graph, member.costs, plan.schedule)
+            if capacity is not None and result.timing.second_peak_bytes > capacity:
+                continue
             if result.peak_bytes <= room and self._quick_enough(member, result.time_ns):
                 return Plan.of(member.graph, member.costs, plan.schedule, room, plan.planner, plan.seed)
         return None

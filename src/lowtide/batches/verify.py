@@ -12,12 +12,13 @@ from lowtide.capture import Captured
 from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.copies import model_state
 from lowtide.errors import ExecutionError
-from lowtide.lower import Lowered, lower
+from lowtide.lower import Lowered
 from lowtide.memory.meter import measure
 from lowtide.planning import Plan
 from lowtide.program import generators
 from lowtide.program.results import GradientMask
 from lowtide.runtime.calls.step import run
+from lowtide.runtime.programs.placed import lowered
 
 
 def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Sample) -> int:
@@ -35,16 +36,16 @@ def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Samp
     assert found is not None  # the model is as it was captured
     inputs = [*own, *(t.detach().clone().requires_grad_(t.requires_grad) for t in found[len(own) :])]
     with generators.all_kept(), torch.enable_grad():
-        peak = measure(_step, lower(captured.program, plan.schedule), inputs).peak_bytes
+        peak = measure(_step, lowered(captured.program, plan, None), inputs).peak_bytes
     for tensor in tensors:
         if tensor.requires_grad and tensor.is_leaf:
             tensor.grad = None
     return peak
 
 
-def _step(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> None:
-    outputs = run(lowered, list(inputs), _no_other)
-    roots = [outputs[index] for index in lowered.program.tangents]
+def _step(step: Lowered, inputs: Sequence[torch.Tensor]) -> None:
+    outputs = run(step, list(inputs), _no_other)
+    roots = [outputs[index] for index in step.program.tangents]
     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 

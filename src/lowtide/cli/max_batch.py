@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lowtide.cli.options import given
+from lowtide.cli.options import add_offload_options, given
 from lowtide.cli.target import call
 from lowtide.errors import PlanError
 from lowtide.progress import progress_bar
@@ -21,6 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     amount.add_argument("--budget", help="of a forward and backward pass alone")
     add("--max-overhead", type=float, metavar="PERCENT", help="most extra time per step (default: any)")
     add("--planner", default="auto{effort=1}", metavar="SPEC", help="default: auto{effort=1}")
+    add_offload_options(parser)
     add("--limit", type=int, default=1 << 16, help="largest batch to try (default: 65536)")
 
 
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     model, make_sample = _built(options.target)
     import lowtide
 
-    asked = given(options, "total_budget", "budget", "planner", "limit")
+    asked = given(options, "total_budget", "budget", "planner", "limit", "offload", "offload_budget")
     overhead = None if options.max_overhead is None else options.max_overhead / 100
     with progress_bar() as on_progress:
         print(lowtide.max_batch(make_sample, model, **asked, max_overhead=overhead, on_progress=on_progress))

@@ -34,7 +34,7 @@ def with_room_between(program: Program, costs: Costs, nbytes: int) -> Costs:
 
 
 def with_state_transfers(program: Program, costs: Costs) -> Costs:
-    """How long the states of an optimizer take from the second memory that ``costs`` have, and back there."""
+    """How long the states of an optimizer take from the second memory that ``costs`` have, and these and gradients there."""
     graph, memory = program.graph, costs.second_memory
     moving = [op for op in graph.ops if op.target in STATE_TARGETS]
     if memory is None or not moving:

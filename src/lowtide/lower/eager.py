@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from lowtide.ir import Compute, Fetch, Free, Offload, Op, RestoreRng, SaveRng, Schedule
-from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, TANGENT_TARGET, UPDATE_TARGET
+from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, SEND_GRADIENT_TARGET, TANGENT_TARGET, UPDATE_TARGET
 from lowtide.ir.transfers import needs
 from lowtide.lower.addresses import Addresses
 from lowtide.lower.drawing import SAVE, Drawing
@@ -41,7 +41,11 @@ from lowtide.program.program import Program, Ref
 
 Step = Generator[list[torch.Tensor], None, None]
 _FILES = itertools.count()
-_AS_IT_IS = (OPTIMIZER_TARGET, FETCH_STATE_TARGET)  # what takes a parameter as it has become meanwhile
+_AS_IT_IS = (
+    OPTIMIZER_TARGET,
+    FETCH_STATE_TARGET,
+    SEND_GRADIENT_TARGET,
+)  # what takes a parameter as it has become meanwhile
 
 
 @dataclass(frozen=True, slots=True, eq=False)

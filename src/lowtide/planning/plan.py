@@ -17,7 +17,7 @@ import numpy as np
 
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.ir import Costs, Graph, Schedule, check, keep_all_schedule, plain_time_ns, simulate
-from lowtide.ir.graph import STATE_TARGETS
+from lowtide.ir.graph import SEND_GRADIENT_TARGET, STATE_TARGETS
 from lowtide.ir.serial import (
     graph_from_json,
     graph_to_json,
@@ -215,7 +215,10 @@ class Plan:
         if self.schedule.moves:
             details["transfers"] = moved_text(simulate(graph, costs, self.schedule).timing)
         if self.costs.collectives_beside:
-            what = "moving states" if any(op.target in STATE_TARGETS for op in graph.ops) else "collectives"
+            moving = {op.target for op in graph.ops}.intersection(STATE_TARGETS)
+            what = (
+                "moving gradients" if moving == {SEND_GRADIENT_TARGET} else "moving states" if moving else "collectives"
+            )
             details[what] = collectives_text(simulate(graph, costs, self.schedule).timing)
         if self.lowered_from_bytes:
             details["budget lowered"] = f"from {format_bytes(self.lowered_from_bytes)}, as a step ran out of memory"

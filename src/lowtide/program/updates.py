@@ -10,18 +10,22 @@ too late, whatever it recomputes: planners need no rule for it, and the checker 
 The state that an optimizer keeps for a parameter may lie in a second memory. Then a ``lowtide.fetch_state`` operator, which
 needs nothing of the program and may begin early, brings it as one storage, the update reads and writes that as well, and a
 ``lowtide.store_state`` operator takes it back. Both are ``collective``: they run beside computing, one after the other.
+
+Gradients that something needs all of may go there themselves: a ``lowtide.send_gradient`` operator reads one, which dies there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from lowtide.ir import Graph, Op, Phase, Storage, Value, is_view
-from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, STORE_STATE_TARGET
+from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, SEND_GRADIENT_TARGET, STORE_STATE_TARGET
 from lowtide.program.insertions import Insertion, inserted
 from lowtide.program.program import Call, Program, Ref, TensorMeta
 
@@ -57,14 +61,51 @@ def with_updates(program: Program, steps: Mapping[int, Step], moves: Mapping[int
     return _inserted(program, steps, moves or {}, chosen, places, once)
 
 
+def with_departures(program: Program, positions: Collection[int], send: Step, least_bytes: int) -> Program:
+    """``program`` in which gradients of the inputs ``positions`` leave by ``send(gradient, parameter)`` as soon as they are
+    final: those of ``least_bytes`` that are laid out as their parameter and share memory with no other result."""
+    graph = program.graph
+    storages = Counter(graph.values[value].storage for value in (*graph.outputs, *graph.forward_outputs))
+    touched, positions_of = _touched(graph), [position for position, _ in program.gradients]
+    chosen: dict[int, int] = {}
+    found: list[Insertion] = []
+    for position, value in program.gradients:
+        parameter, storage = program.inputs[position], graph.values[value].storage
+        if position not in positions or parameter is None or positions_of.count(position) != 1:
+            continue
+        meta, own = program.metas[value], program.metas[parameter]
+        alone = storages[storage] == 1 and not graph.storages[storage].external
+        alike = (meta.shape, meta.stride, meta.dtype) == (own.shape, own.stride, own.dtype)
+        whole = meta.storage_bytes == math.prod(meta.shape) * meta.dtype.itemsize >= least_bytes
+        if not (alone and alike and whole):
+            continue
+        chosen[position] = value
+        read, name = (value, parameter), program.state_names[position][0]
+        beside: dict[str, Any] = {"effect": True, "collective": True, "module": name.rpartition(".")[0]}
+        op = Op(-1, f"departure of the gradient of {name}", SEND_GRADIENT_TARGET, read, (), Phase.BACKWARD, **beside)
+        found.append(Insertion(touched[storage], op, Call(send, (Ref(value), Ref(parameter)), {}, ())))
+    return _without(inserted(program, found), chosen) if chosen else program
+
+
+def _without(program: Program, chosen: Mapping[int, int]) -> Program:
+    """``program``, of whose results the gradients ``chosen``, by position, are none any more."""
+    gone = set(chosen.values())
+    graph = replace(program.graph, outputs=tuple(value for value in program.graph.outputs if value not in gone))
+    gradients = tuple(pair for pair in program.gradients if pair[0] not in chosen)
+    return replace(program, graph=graph, gradients=gradients, updated=tuple(sorted(chosen)))
+
+
+def _touched(graph: Graph) -> dict[int, int]:
+    """By storage, the last operator that reads or makes a value in it."""
+    return {graph.values[value].storage: op.id for op in graph.ops for value in (*op.inputs, *op.outputs)}
+
+
 def _places(graph: Graph, bits: Mapping[int, int], chosen: Mapping[int, int]) -> dict[int, int]:
     """By parameter, the operator after which it may be updated."""
     read = _read_again(graph, bits, frozenset(op.id for op in graph.ops if op.phase is Phase.BACKWARD))
-    touched: dict[int, int] = {}
+    touched = _touched(graph)
     needed: dict[int, int] = {}
     for op in graph.ops:
-        for value in (*op.inputs, *op.outputs):
-            touched[graph.values[value].storage] = op.id
         if op.phase is Phase.BACKWARD and not is_view(graph, op):
             needed.update((position, op.id) for position in _positions(_of_inputs(graph, op, read)))
     return {
@@ -153,11 +194,7 @@ def _inserted(
             found += around
         else:
             found.append(update)
-    changed = inserted(program, found, once)
-    gone = set(chosen.values())
-    graph = replace(changed.graph, outputs=tuple(value for value in changed.graph.outputs if value not in gone))
-    gradients = tuple(pair for pair in program.gradients if pair[0] not in chosen)
-    return replace(changed, graph=graph, gradients=gradients, updated=tuple(sorted(chosen)))
+    return _without(inserted(program, found, once), chosen)
 
 
 def _moved(program: Program, update: Insertion, moves: StateMoves) -> tuple[Program, tuple[Insertion, ...]]:

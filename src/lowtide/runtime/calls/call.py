@@ -250,7 +250,7 @@ class ModelCall:
         if self.arrived is not None and not self.arrived.keep():
             reason = "the plan has let go of gradients that arrived"
         if self.optimizer is not None and self.optimizer.has_updated(self):
-            reason = "parameters have been updated in it already"
+            reason = "parameters have been updated in it already, or gradients have left"
         return self.rescue.again(self, lowered, error, reason, [term for each in left for term in each])
 
     def let_go(self) -> None:

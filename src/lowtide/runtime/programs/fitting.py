@@ -3,6 +3,7 @@ memory between updates, or without updates."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -51,6 +52,9 @@ def fitted(owner: Owner, program: Program, updated: Sequence[int], planned: Plan
     optimizer = owner.optimizer
     if optimizer is None:
         return planned(lambda one: one)
+    if optimizer.gradients is not None:  # which stay, where they can
+        with contextlib.suppress(InfeasibleBudgetError):
+            return _with_states(owner, optimizer, (), planned)
     try:
         return _with_states(owner, optimizer, updated, planned)
     except InfeasibleBudgetError as error:

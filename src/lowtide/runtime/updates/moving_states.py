@@ -24,6 +24,7 @@ from lowtide.offload import Copy, Lease, SecondMemoryOf, open_memory
 from lowtide.offload.interface import ALIGNMENT
 from lowtide.program.optimizer_state import state_sizes
 from lowtide.program.updates import StateMoves
+from lowtide.runtime.updates.moving_gradients import AwayGradient, begin_gradient
 from lowtide.runtime.updates.optimizer_step import step_for
 
 _LOG = logging.getLogger(__name__)
@@ -92,10 +93,12 @@ class FetchedState:
 
 class MovingStates:
     """The states of ``optimizer`` for ``parameters``, some of which may lie in a second memory, by its name. ``share``: how
-    many of them do between updates, by their bytes and from the largest on."""
+    many of them do between updates, by their bytes and from the largest on; none ever, where they are not ``movable``."""
 
-    def __init__(self, optimizer: Optimizer, memory: str, parameters: Sequence[torch.Tensor]) -> None:
-        self.optimizer, self.share = optimizer, 0.0
+    def __init__(
+        self, optimizer: Optimizer, memory: str, parameters: Sequence[torch.Tensor], movable: bool = True
+    ) -> None:
+        self.optimizer, self.share, self.movable = optimizer, 0.0, movable
         self._memory, self._parameters = memory, parameters
         # Parameters that were stepped, and their gradients.
         self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -108,7 +111,7 @@ class MovingStates:
 
     def has_room(self) -> bool:
         """Whether there is something to move, and the second memory has room for all of it."""
-        chosen = self._chosen(1.0)
+        chosen = self._chosen(1.0) if self.movable else []
         return bool(chosen) and self._opened(chosen[0]).free_bytes() >= sum(self._sizes.values())
 
     def moves(self, parameters: Mapping[int, torch.Tensor], share: float) -> dict[int, StateMoves]:
@@ -210,27 +213,47 @@ class MovingStates:
                 self.store(FetchedState(parameter, there))()
 
     def step_kept(self) -> None:
-        """The optimizer's step for parameters whose states move and whose gradients were kept, one after the other, while the
-        next state comes and the former goes. The step that follows finds no gradients there, until ``show_kept``."""
+        """The optimizer's step for parameters whose gradients were kept, and are away or their states move, one after the
+        other, while what the next needs comes and the former goes. The step that follows finds no gradients there, until
+        ``show_kept``."""
         self.show_kept()
-        chosen = [parameter for parameter in self._moving if parameter.grad is not None]
         groups = {id(one): group for group in self.optimizer.param_groups for one in group["params"]}
-        coming = [self.fetch(parameter) for parameter in chosen[:1]]
+        moving = set(map(id, self._moving))
+        chosen = [one for one in self._parameters if id(one) in groups and one.grad is not None]
+        chosen = [one for one in chosen if id(one) in moving or isinstance(one.grad, AwayGradient)]
+        coming = [(self.fetch(parameter), begin_gradient(parameter)) for parameter in chosen[:1]]
         going: list[Callable[[], None]] = []
         with torch.no_grad():
             for parameter, following in itertools.zip_longest(chosen, chosen[1:]):
-                fetched = coming.pop()()
+                fetch, begun = coming.pop()
+                state, gradient = fetch(), begun()
                 if going:
                     going.pop()()
                 if following is not None:
-                    coming.append(self.fetch(following))
-                group, state = groups[id(parameter)], self.optimizer.state
-                self.update(parameter, fetched, functools.partial(step_for, self.optimizer, group, parameter, state))
-                self._kept.append((parameter, parameter.grad))
-                parameter.grad = None
-                going.append(self.store(fetched))
+                    coming.append((self.fetch(following), begin_gradient(following)))
+                self._step_one(parameter, gradient, state if id(parameter) in moving else None, groups[id(parameter)])
+                del gradient
+                if id(parameter) in moving:
+                    going.append(self.store(state))
         for end in going:
             end()
+
+    def _step_one(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor | None,
+        fetched: FetchedState | None,
+        group: dict[str, Any],
+    ) -> None:
+        """The optimizer's step for ``parameter`` with its ``gradient``, which is in memory."""
+        self._kept.append((parameter, parameter.grad))
+        parameter.grad = gradient
+        try:
+            self.update(
+                parameter, fetched, functools.partial(step_for, self.optimizer, group, parameter, self.optimizer.state)
+            )
+        finally:
+            parameter.grad = None
 
     def show_kept(self) -> None:
         """Gradients that were kept are where they were."""

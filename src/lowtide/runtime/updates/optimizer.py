@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from lowtide.errors import ExecutionError, PlanError
+from lowtide.errors import ExecutionError
 from lowtide.program.program import Program
 from lowtide.program.updates import with_updates
 from lowtide.runtime.updates.leaves import accelerate_accumulates, accumulates, accumulating_nodes, has_hooks, pointer
+from lowtide.runtime.updates.moving_gradients import MovingGradients
 from lowtide.runtime.updates.moving_states import MovingStates, saved_whole
 from lowtide.runtime.updates.optimizer_step import ParameterStep, plain_step, step_for, values_of
 from lowtide.runtime.updates.spent import SpentGradient, SpentGradients, fill_zeroed
@@ -44,13 +45,20 @@ class Call(Protocol):
 
 class UpdatingOptimizer:
     """``optimizer`` for the parameters of a planned model. ``accumulating``: how many contexts say that gradients stay, which
-    they always do where it ``keeps`` them. ``states`` that may lie elsewhere."""
+    they always do where it ``keeps`` them. ``states`` that may lie elsewhere, and ``gradients`` that leave instead of being
+    used by updates."""
 
     def __init__(
-        self, optimizer: Optimizer, name: str, states: MovingStates | None = None, keeps: bool = False
+        self,
+        optimizer: Optimizer,
+        name: str,
+        states: MovingStates | None = None,
+        gradients: MovingGradients | None = None,
+        keeps: bool = False,
     ) -> None:
-        self.optimizer, self.name, self.states, self.accumulating = optimizer, name, states, 0
-        self._refusals = _MOST_REFUSALS if keeps else 0
+        self.optimizer, self.name, self.states, self.gradients = optimizer, name, states, gradients
+        self.accumulating = 0
+        self._refusals = _MOST_REFUSALS if keeps and gradients is None else 0
         self._said: set[str] = set()
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._updated: dict[int, torch.Tensor] = {}  # since the last step of the optimizer
@@ -73,6 +81,8 @@ class UpdatingOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._show(None)
+        if self.gradients is not None:
+            self.gradients.bring_home()
         if self.states is not None:
             self.states.end()
 
@@ -81,7 +91,8 @@ class UpdatingOptimizer:
         if self.states is not None:
             self.states.send_away()
         inside_backward = torch._C._current_graph_task_id() != -1  # of a checkpoint, say
-        if self.accumulating or inside_backward or accelerate_accumulates() or self._reason_to_keep() is not None:
+        adds = self.gradients is None and (self.accumulating > 0 or accelerate_accumulates())
+        if adds or inside_backward or self._reason_to_keep() is not None:
             fill_zeroed(self.optimizer)
             return ()
         groups = self._find_groups()
@@ -127,6 +138,8 @@ class UpdatingOptimizer:
     ) -> Program:
         """``program`` with the updates of the flat inputs ``updated`` in it, of which ``tensors`` are the first; not of those
         that what is ``held`` elsewhere shares memory with. ``share``: of the states, that come from the second memory."""
+        if self.gradients is not None:
+            return self.gradients.leaving(program, updated)
         groups = self._find_groups()
         own = set(map(id, tensors))
         others = (tensor for tensor in (*held, *program.constants.values()) if id(tensor) not in own)
@@ -164,6 +177,8 @@ class UpdatingOptimizer:
         if self._under_way is not None:  # and did not come to its end
             self._skipped.update(self._updated)
             self._under_way = None
+        if self.gradients is not None:
+            self.gradients.begin()
         if not updated:  # its gradients are kept, and so are those that others add to them
             self._keeping_task = torch._C._current_graph_task_id()
             return False
@@ -198,7 +213,7 @@ class UpdatingOptimizer:
 
     def _refused(self, call: Call, node: Any, parameters: Sequence[torch.Tensor]) -> str | None:
         """Why this backward pass may not update."""
-        if self.accumulating:
+        if self.accumulating and self.gradients is None:
             return "it runs inside lowtide.accumulating"
         waiting = any(other is not call and other.generator is not None for other in self._calls)
         if waiting or self._keeping_task == torch._C._current_graph_task_id():
@@ -225,8 +240,9 @@ class UpdatingOptimizer:
             self._under_way = None
 
     def has_updated(self, call: Call) -> bool:
-        """Whether the backward pass through ``call``, which is under way, has made any."""
-        return self._under_way is not None and self._under_way() is call and bool(self._updated)
+        """Whether the backward pass through ``call``, which is under way, has made any, or sent gradients away."""
+        changed = bool(self._updated) or (self.gradients is not None and self.gradients.sent)
+        return changed and self._under_way is not None and self._under_way() is call
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor, fetched: Any = None) -> Any:
         """One step of the optimizer for the parameter alone; its gradient is spent afterwards. ``fetched``: the
@@ -331,20 +347,3 @@ class UpdatingOptimizer:
                 if parameter in state and id(parameter) not in self._known:
                     state[parameter] = state.pop(parameter)
         self._known = {id(parameter) for parameter in state}
-
-
-def of_model(optimizer: Any, model: nn.Module, memory: str | None = None, *, keeps: bool = False) -> UpdatingOptimizer:
-    """``memory``: the name of a second memory that states may lie in. ``keeps``: gradients stay until its step. Raises
-    ``PlanError`` for what is no optimizer, or not that of the model."""
-    if not isinstance(optimizer, Optimizer):
-        raise PlanError(
-            f"optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}; of a wrapper pass what is inside."
-        )
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in known for parameter in model.parameters()):
-        raise PlanError(
-            "the optimizer has none of the model's parameters; make it from model.parameters() of this model, on its device."
-        )
-    movable = memory is not None and plain_step(optimizer) is not None
-    states = MovingStates(optimizer, str(memory), [*model.parameters()]) if movable else None
-    return UpdatingOptimizer(optimizer, type(model).__name__, states, keeps)
