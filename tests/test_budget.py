@@ -39,6 +39,10 @@ def test_the_whole_peak_is_exact(peak: int) -> None:
     assert parse_budget("100%", peak) == peak
 
 
+def test_a_percentage_of_nothing_is_a_byte() -> None:
+    assert parse_budget("45%", 0) == parse_budget("45%", 2) == 1
+
+
 @pytest.mark.parametrize("budget", [0, -1, "0", "-8GiB", "0%", "-40%", 0.0, "0.3B"])
 def test_not_positive(budget: Any) -> None:
     with pytest.raises(PlanError, match=r"not positive.*8GiB"):

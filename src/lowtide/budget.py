@@ -20,7 +20,7 @@ _EXAMPLES = 'give bytes as an int, a string with a unit such as "8GiB" or "700 M
 
 
 def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str = "budget") -> int:
-    """``budget`` in bytes, rounded down; a percentage is of ``unconstrained_peak_bytes``.
+    """``budget`` in bytes, rounded down; a percentage is of ``unconstrained_peak_bytes``, and a byte at least.
 
     Raises ``PlanError``, naming ``what``, for anything that is not a positive amount.
     """
@@ -31,7 +31,10 @@ def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str 
         if match is None or (unit != "%" and unit not in _UNITS):
             raise refused
         scale = Fraction(unconstrained_peak_bytes, 100) if unit == "%" else _UNITS[unit]
-        amount = int(Fraction(match[1]) * scale)  # exact: 100% is the peak to the byte
+        share = Fraction(match[1])
+        amount = int(share * scale)  # exact: 100% is the peak to the byte
+        if unit == "%" and share > 0:
+            amount = max(amount, 1)  # of what takes nothing: a program that only makes views
     elif isinstance(budget, bool) or not isinstance(budget, (int, float)) or not math.isfinite(budget):
         raise refused
     else:

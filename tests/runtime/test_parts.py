@@ -408,10 +408,12 @@ class _Bank(nn.Module):
         return torch.stack([(y @ one.T).exp() for one in self.seen]).tanh().square().mean()
 
 
-def test_a_budget_that_later_steps_cannot_meet(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("effort", [0, 2])
+def test_a_budget_that_later_steps_cannot_meet(effort: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the first plans were never replaced by others before."""
     torch.manual_seed(0)
     plain, x = _Bank(), torch.randn(64, 64)
-    model = lowtide.rematerialize(copy.deepcopy(plain), (x,), budget="1 MB", planner="auto{effort=2}")
+    model = lowtide.rematerialize(copy.deepcopy(plain), (x,), budget="1 MB", planner=f"auto{{effort={effort}}}")
     for _ in range(12):
         for each in (model, plain):
             each.zero_grad()

@@ -21,6 +21,7 @@ from lowtide.capture.trace.fake import read_values
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods
+from lowtide.capture.trace.products import product
 from lowtide.capture.trace.stacked import stacked
 from lowtide.capture.trace.writes import GET_GRADIENT, assigned_data, refuse_gradients
 from lowtide.errors import CaptureError
@@ -103,6 +104,7 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
                     "Compute with torch, or run the model under lowtide.online."
                 )
         made = stacked(func, args, kwargs or {})
+        made = product(func, args, kwargs or {}) if made is None else made
         return of_packed(func)(*args, **(kwargs or {})) if made is None else made
 
     def _has_none(self, tensor: torch.Tensor) -> bool:

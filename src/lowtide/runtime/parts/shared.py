@@ -62,7 +62,7 @@ class SharedBudget:
         self.record = StepRecord()
         # Whether steps differ, so that all are planned as the fullest: adds what may run as well to the passes of a record.
         self.expected: Callable[[list[ForwardPass]], list[ForwardPass]] | None = None
-        # Met: all were planned together within the budget. First plans: whether the current step runs by one.
+        # Met: a step stayed within the budget, or was planned to. First plans: whether the current step runs by one.
         self.exceeded = self._said_over = self._met = self._first_plans = False
         self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
         self.unlike = (
@@ -103,6 +103,7 @@ class SharedBudget:
         pending = self._pending()
         if 2 * len(pending) <= len(self.ran):
             whole, fits = self._note_step(), self._fits()
+            self._met |= whole and fits and not self.exceeded and bool(self.record)
             if (self.exceeded or self._first_plans or not fits) and whole and not self.postponed:
                 self._replan()
             self.steps, self.unlike = self.steps + 1, False
