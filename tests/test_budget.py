@@ -43,6 +43,12 @@ def test_a_percentage_of_nothing_is_a_byte() -> None:
     assert parse_budget("45%", 0) == parse_budget("45%", 2) == 1
 
 
+def test_a_percentage_where_there_is_no_peak_to_be_a_part_of() -> None:
+    assert parse_budget("1KiB", None) == 1024
+    with pytest.raises(PlanError, match=r"a capacity is no share of anything, as '45%' would be.*8GiB"):
+        parse_budget("45%", None, what="capacity")
+
+
 @pytest.mark.parametrize("budget", [0, -1, "0", "-8GiB", "0%", "-40%", 0.0, "0.3B"])
 def test_not_positive(budget: Any) -> None:
     with pytest.raises(PlanError, match=r"not positive.*8GiB"):

@@ -16,13 +16,14 @@ _UNITS = {
 }  # fmt: skip
 _PATTERN = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 _LIMIT = 1 << 62  # sums of it fit into 64 bits
+_IN_BYTES = 'give bytes as an int, or a string with a unit such as "8GiB" or "700 MB"'
 _EXAMPLES = 'give bytes as an int, a string with a unit such as "8GiB" or "700 MB", or a percentage such as "40%"'
 
 
-def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str = "budget") -> int:
+def parse_budget(budget: int | str, unconstrained_peak_bytes: int | None, *, what: str = "budget") -> int:
     """``budget`` in bytes, rounded down; a percentage is of ``unconstrained_peak_bytes``, and a byte at least.
 
-    Raises ``PlanError``, naming ``what``, for anything that is not a positive amount.
+    Raises ``PlanError``, naming ``what``, for anything that is not a positive amount, and for a percentage of ``None``.
     """
     refused = PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")
     if isinstance(budget, str):
@@ -30,7 +31,9 @@ def parse_budget(budget: int | str, unconstrained_peak_bytes: int, *, what: str 
         unit = match[2].lower() if match else ""
         if match is None or (unit != "%" and unit not in _UNITS):
             raise refused
-        scale = Fraction(unconstrained_peak_bytes, 100) if unit == "%" else _UNITS[unit]
+        if unit == "%" and unconstrained_peak_bytes is None:
+            raise PlanError(f"a {what} is no share of anything, as {budget!r} would be; {_IN_BYTES}.")
+        scale = Fraction(unconstrained_peak_bytes or 0, 100) if unit == "%" else _UNITS[unit]
         share = Fraction(match[1])
         amount = int(share * scale)  # exact: 100% is the peak to the byte
         if unit == "%" and share > 0:
@@ -53,7 +56,7 @@ def parse_bandwidth(text: str) -> int:
     amount, slash, unit = text.strip().rpartition("/")
     if not slash or unit.strip() != "s":
         raise PlanError(f"{text!r} is not a bandwidth; give bytes per second with a unit, such as 16GB/s.")
-    return parse_budget(amount, 0, what="bandwidth")
+    return parse_budget(amount, None, what="bandwidth")
 
 
 def is_percentage(budget: int | str | None) -> bool:

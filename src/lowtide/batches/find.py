@@ -130,7 +130,7 @@ def max_batch(
     samples = Samples(make_sample, SMALL_BATCHES[0])
     with told(type(model).__name__, on_progress) as tell:
         family = Family(model, samples, settings, tell)
-        return _Search(family, settings, parse_budget(given, 1), max_overhead, limit).run()
+        return _Search(family, settings, parse_budget(given, None), max_overhead, limit).run()
 
 
 class _Search:

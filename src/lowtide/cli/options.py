@@ -59,7 +59,7 @@ def with_second_memory(costs: Costs, options: argparse.Namespace) -> Costs:
     if not 0 <= (latency := options.offload_latency or 0) <= 1e9:
         raise PlanError(f"--offload-latency is {latency:g} us, but goes from 0 to 1e9.")
     if (room := options.offload_budget) is not None:
-        room = parse_budget(room, 0, what="budget of the second memory")
+        room = parse_budget(room, None, what="budget of the second memory")
     return replace(costs, second_memory=SecondMemory(rates[0], rates[-1], int(1000 * latency), room))
 
 

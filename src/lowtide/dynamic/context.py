@@ -96,7 +96,7 @@ class online:
                 f"a budget of {budget!r} needs a peak to be a part of, which nobody knows before an online run; give bytes, "
                 "such as '2GiB', or measure the run first: lowtide.measure(train_step).peak_bytes."
             )
-        budget_bytes = parse_budget(budget, 0)
+        budget_bytes = parse_budget(budget, None)
         if heuristic not in tuple(HEURISTICS):
             raise PlanError(f"no heuristic is named {heuristic!r}; known: {', '.join(HEURISTICS)}.")
         if policy not in POLICIES:

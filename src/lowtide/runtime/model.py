@@ -183,7 +183,7 @@ class Rematerialized(Planned):
                 raise
             if self.settings.on_capture_error == "online":
                 assert self.settings.budget is not None
-                self._go_online(str(error), parse_budget(self.settings.budget, 0), device_of_inputs(inputs))
+                self._go_online(str(error), parse_budget(self.settings.budget, None), device_of_inputs(inputs))
             else:
                 self._keep_gradients("the model runs in parts")
                 self.parts = self.parts or Parts(self.model, self.settings, error)

@@ -92,7 +92,7 @@ def fits(
         graph = program.graph
         fit = replace(fit, capacity_bytes=capacity, mesh=mesh or "")
         if reserve is not None:
-            fit = replace(fit, reserve_bytes=0 if reserve == 0 else parse_budget(reserve, 1, what="reserve"))
+            fit = replace(fit, reserve_bytes=0 if reserve == 0 else parse_budget(reserve, None, what="reserve"))
         if offload is not None:
             costs = replace(costs, second_memory=_host(offload, offload_budget, name, costs))
         planned = functools.partial(_planned, planner=planner, seed=seed, tell=tell)
@@ -206,7 +206,7 @@ def _device(device: int | str) -> tuple[str, int]:
                 f"device {device!r} is not in the table, which has {names}; give its memory alone, such as "
                 f'"{found["gigabytes"]}GB", and times are those of this machine.'
             ) from None
-    return "auto", parse_budget(device, 1, what="device memory")
+    return "auto", parse_budget(device, None, what="device memory")
 
 
 def _largest(graph: Graph, costs: Costs, storages: Iterable[int]) -> tuple[tuple[str, int], ...]:
