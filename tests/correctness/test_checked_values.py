@@ -61,6 +61,16 @@ def _close(x: torch.Tensor) -> torch.Tensor:
     return x if torch.allclose(x, x * 1) else x * 0
 
 
+def _equal(x: torch.Tensor) -> torch.Tensor:
+    """As kernels of Gaussian processes ask whether they are between points and themselves."""
+    assert not torch.equal(x, x[1:])
+    return x if torch.equal(x / 3, x.detach() / 3) else x * 0
+
+
+def _unequal(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 if torch.equal(x.clamp(-50, 50), x) else x.clamp(-9, 9)
+
+
 def _likelihood(x: torch.Tensor) -> torch.Tensor:
     return x * F.gaussian_nll_loss(x, x + 1, x.square() + 1)
 
@@ -115,7 +125,9 @@ def _trained(check: Check, factors: list[float], rows: tuple[int, ...] = (64,)) 
     return model, sum(map(len, runtime.entries.values()))
 
 
-@pytest.mark.parametrize("check", [_clamped, _replaced, _asserted, _close, _likelihood, _large, _extremes, _windowed])
+@pytest.mark.parametrize(
+    "check", [_clamped, _replaced, _asserted, _close, _equal, _likelihood, _large, _extremes, _windowed]
+)
 def test_the_usual_answers_are_one_program(check: Check) -> None:
     _, programs = _trained(check, [1.0, 1.0, 1.0])
     assert programs == 1
@@ -129,7 +141,7 @@ def test_a_trace_that_fails_for_a_known_reason_says_nothing_of_numbers() -> None
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("check", [_clamped, _large, _extremes])
+@pytest.mark.parametrize("check", [_clamped, _large, _extremes, _unequal])
 def test_a_call_that_goes_otherwise_has_a_program_of_its_own(check: Check) -> None:
     """Nothing of the first try is left: neither draws, nor statistics, nor what the model counts."""
     unusual = float("inf") if check is _clamped else 1e4

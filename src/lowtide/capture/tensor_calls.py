@@ -21,8 +21,8 @@ from lowtide.capture.trace.fake import read_values
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods
-from lowtide.capture.trace.products import product
 from lowtide.capture.trace.stacked import stacked
+from lowtide.capture.trace.value_gradients import with_value_gradient
 from lowtide.capture.trace.writes import GET_GRADIENT, assigned_data, refuse_gradients
 from lowtide.errors import CaptureError
 from lowtide.program.distributed.local import has_distributed, is_distributed, local_of
@@ -104,7 +104,7 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
                     "Compute with torch, or run the model under lowtide.online."
                 )
         made = stacked(func, args, kwargs or {})
-        made = product(func, args, kwargs or {}) if made is None else made
+        made = with_value_gradient(func, args, kwargs or {}) if made is None else made
         return of_packed(func)(*args, **(kwargs or {})) if made is None else made
 
     def _has_none(self, tensor: torch.Tensor) -> bool:

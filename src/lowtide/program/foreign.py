@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch._higher_order_ops import effects
 
-from lowtide.program.products import NAMESPACE as PRODUCTS
 from lowtide.program.recurrent import NAMESPACE as RECURRENT
+from lowtide.program.value_gradients import NAMESPACE as VALUE_GRADIENTS
 
 CHECKS = "lowtide_checks"
 _OWN = {  # namespaces of PyTorch itself, and ours
     *("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "symm_mem", "fsdp", CHECKS),
-    *("_c10d_functional_autograd", "_dtensor", PRODUCTS, RECURRENT),
+    *("_c10d_functional_autograd", "_dtensor", RECURRENT, VALUE_GRADIENTS),
     *("higher_order", "inductor", "mkldnn", "mkldnn_prepacked", "profiler", "quantized"),
 }
 # By operator: a context after which what its implementation can reach is as it was. Kept by whoever looked into it.

@@ -1,10 +1,11 @@
 """Values that a model checks in its forward pass: ``if not torch.isfinite(x).all()``, an ``assert``, the arguments of a loss.
 
-They come of floating-point numbers, so nobody knows them while the model is captured. But a check has an answer that it nearly
-always gets: ``all`` of something is true, and ``any`` of it is not. That the least of some numbers is above a bound says so of
-all, and that it is below says so of any (``torch.istft`` asks that of its windows). The program is captured as it goes then,
-with an operator that looks at the value in each call, and ends the forward pass where it is another one: before anything was
-written, so that the call may run by another program.
+They come of floating-point numbers, so nobody knows them while the model is captured. But a check has an answer that it
+nearly always gets: ``all`` of something is true, and ``any`` of it is not; compared tensors of one shape are equal.
+That the least of some numbers is above a bound says so of all, and that it is below says so of any (``torch.istft``
+asks that of its windows). The program is captured as it goes then, with an operator that looks at the value in each
+call, and ends the forward pass where it is another one: before anything was written, so that the call may run by
+another program.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ EXPECT = torch.ops.lowtide_checks.expect.default
 torch.fx.node.has_side_effect(EXPECT)
 
 QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
+COMPARISONS: dict[Any, Callable[..., torch.Tensor]] = {
+    _ATEN.allclose.default: torch.isclose,
+    _ATEN.equal.default: torch.eq,
+}
 
 
 class Expectations:
@@ -56,12 +61,10 @@ class Expectations:
         """A run of the model begins."""
         self.answers = []
 
-    def next_answer(self, func: Any, args: Sequence[Any]) -> bool | None:
+    def next_answer(self, value: Any) -> bool | None:
         """What a traced value that is asked for is; ``None`` where nobody can say."""
-        usual = getattr(args[0], "_lowtide_expected", None)
-        if usual is None or self._known is None or args[0].numel() != 1:
-            return None
-        if func is _ATEN.equal.default and not hasattr(args[1], "_lowtide_ones"):
+        usual = getattr(value, "_lowtide_expected", None)
+        if usual is None or self._known is None or value.numel() != 1:
             return None
         number = len(self.answers)
         self.answers.append(self._known[number] if number < len(self._known) else usual)
@@ -77,6 +80,8 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
     if not isinstance(result, FakeTensor) or result.dtype is not torch.bool:
         return
     usual = _EXPECTED.get(func)
+    if usual is not None or (func is _ATEN.eq.Tensor and hasattr(args[1], "_lowtide_ones")):
+        usual = getattr(args[0], "_lowtide_expected", usual)
     if (func in _BELOW or func in _ABOVE) and hasattr(args[0], "_lowtide_least"):
         usual = (func in _ABOVE) == args[0]._lowtide_least
     if usual is None and func in _NOT | _AND | _OR | _SAME:
@@ -91,9 +96,11 @@ def _traced(value: Any) -> Any:
     return value.from_functional() if isinstance(value, FunctionalTensor) else value
 
 
-def all_close(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """``torch.allclose`` by operators of which the last is a check."""
-    return bool(torch.isclose(*args, **kwargs).all())
+def all_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """One of ``COMPARISONS`` by operators of which the last is a check."""
+    if func is _ATEN.equal.default and args[0].shape != args[1].shape:
+        return False
+    return bool(_ATEN._local_scalar_dense.default(COMPARISONS[func](*args, **kwargs).all()))
 
 
 def expecting(dispatch: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,14 +109,14 @@ def expecting(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(dispatch)
     def run(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ATEN.allclose.default:
+        if func in COMPARISONS and any(isinstance(one, FunctionalTensor) for one in args[:2]):
             with self:
-                return all_close(args, kwargs or {})
+                return all_of(func, args, kwargs or {})
         if func in QUESTIONS and isinstance(args[0], FunctionalTensor):
             fake = _traced(args[0])
             if isinstance(fake, FakeTensor) and not hasattr(fake, "_lowtide_known"):
                 expectations: Expectations = fake.fake_mode.expectations  # type: ignore[attr-defined]
-                answer = expectations.next_answer(func, [fake, *map(_traced, args[1:])])
+                answer = expectations.next_answer(fake)
                 if answer is not None:
                     with self:
                         EXPECT(args[0], answer, len(expectations.answers) - 1)

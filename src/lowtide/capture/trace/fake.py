@@ -31,7 +31,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture.trace import fake_kernels as fakes
-from lowtide.capture.trace.expected import QUESTIONS, Expectations, all_close, note_expected
+from lowtide.capture.trace.expected import COMPARISONS, QUESTIONS, Expectations, all_of, note_expected
 from lowtide.capture.trace.layer_drop import fold_uniform
 from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, tensors_among, with_strides
@@ -89,11 +89,11 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._depth -= 1
 
     def _dispatched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if func in COMPARISONS and self.rehearses:
+            with self:
+                return all_of(func, args, kwargs)
         if func in QUESTIONS:
             return self._answer(func, args, kwargs)
-        if func is _ATEN.allclose.default and self.rehearses:
-            with self:
-                return all_close(args, kwargs)
         real, known = self._known_result(func, args, kwargs)
         if func is _ATEN.bernoulli.p and is_empty(args[0]):
             return super().dispatch(_ATEN.empty_like.default, types, args[:1], {})  # see targets.bernoulli
@@ -140,7 +140,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         real, known = self._known_result(func, args, kwargs)
         if known is None:
-            answer = self.expectations.next_answer(func, args) if self.rehearses else None
+            answer = self.expectations.next_answer(args[0]) if self.rehearses else None
             if answer is None:
                 raise _unanswerable(func)
             return answer
