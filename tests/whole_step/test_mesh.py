@@ -131,7 +131,7 @@ def test_blocks() -> None:
     ("mesh", "options", "words"),
     [
         ("dp", {}, "is not understood"),
-        ("pp=2", {}, "is not understood"),
+        ("cp=2", {}, "is not understood"),
         ("dp=2,dp=2", {}, "is not understood"),
         ("dp=0", {}, "is not understood"),
         ("dp=2000000", {}, "are the most"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowtide.cli.largest import largest_that_fits
 from lowtide.cli.options import add_largest_option, add_mesh_options, add_offload_options, add_planner_options, given
-from lowtide.cli.target import sample
+from lowtide.cli.target import STAGE, sample
 from lowtide.progress import progress_bar
 
 _NO_FIT = 3
@@ -39,15 +39,25 @@ def answer(options: argparse.Namespace, **own: Any) -> int:
     """Print whether it fits, asked with its ``own`` arguments beside the options that all such commands have; the exit code."""
     import lowtide
     from lowtide.whole_step.mesh import parse_mesh, pretended
+    from lowtide.whole_step.pipelined import PipelineFit
+    from lowtide.whole_step.stage import stage_of
 
-    asked = given(options, "seed", "offload", "offload_budget", "mesh", "link")
+    asked = given(options, "seed", "offload", "offload_budget", "mesh", "link", "micro_batches")
+    sizes = {} if options.mesh is None else parse_mesh(options.mesh)
+    stages = range(sizes.get("pp", 0))
+    stage_of(sizes, 0 if stages else None, options.micro_batches)
     with contextlib.ExitStack() as stack:
-        mesh = None if options.mesh is None else stack.enter_context(pretended(parse_mesh(options.mesh)))
+        mesh = stack.enter_context(pretended(sizes)) if sizes else None
         on_progress = stack.enter_context(progress_bar())
 
-        def fit_of(**numbers: int) -> lowtide.Fit:
-            model, args, kwargs = sample(options.target, mesh, **numbers)
-            return lowtide.fits(model, args, kwargs, **asked, **own, on_progress=on_progress)
+        def one(numbers: dict[str, int], stage: dict[str, Any]) -> lowtide.Fit:
+            model, args, kwargs = sample(options.target, mesh, **numbers, **stage)
+            return lowtide.fits(model, args, kwargs, **asked, **own, **stage, on_progress=on_progress)
+
+        def fit_of(**numbers: int) -> lowtide.Fit | PipelineFit:
+            if not stages:
+                return one(numbers, {})
+            return PipelineFit(tuple(one(numbers, {STAGE: number}) for number in stages))
 
         if options.largest is None:
             fit, found = fit_of(), None

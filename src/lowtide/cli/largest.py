@@ -15,6 +15,7 @@ from lowtide.report.tables import fact_lines
 
 if TYPE_CHECKING:
     from lowtide import Fit
+    from lowtide.whole_step.pipelined import PipelineFit
 
 _LIMIT = 1 << 16
 _GUESSES, _MOST_AT_ONCE = 4, 8  # from small numbers to large ones, each at most so many times the one before
@@ -28,7 +29,7 @@ class Largest:
     name: str
     number: int
     without: int
-    fit: Fit
+    fit: Fit | PipelineFit
 
     def __str__(self) -> str:
         tried = " (the most that was tried)" if self.number == _LIMIT else ""
@@ -40,7 +41,7 @@ class Largest:
         return {**{name: getattr(self, name) for name in names}, "limited": self.number == _LIMIT}
 
 
-def largest_that_fits(name: str, fit_of: Callable[[int], Fit]) -> Largest:
+def largest_that_fits(name: str, fit_of: Callable[[int], Fit | PipelineFit]) -> Largest:
     """The search, by what ``fit_of`` says of a number."""
     from lowtide.batches.find import largest
 
@@ -50,13 +51,14 @@ def largest_that_fits(name: str, fit_of: Callable[[int], Fit]) -> Largest:
         return Largest(name, 0, 0, one)
     guess = 2
     for _ in range(_GUESSES):
-        guess = _on_a_line(one, guess, known(guess).without_bytes)
+        guess = _on_a_line(one.tightest, guess, known(guess).tightest.without_bytes)
     without = largest(lambda number: known(number).fits_without, guess, _LIMIT)
     guess = without or 1
     while known(guess) and guess < _LIMIT:
         guess = min(2 * guess, _LIMIT)
     if not known(guess):
-        guess = _on_a_line(one, guess, known(guess).resident_bytes + known(guess).least_bytes)
+        tightest = known(guess).tightest
+        guess = _on_a_line(one.tightest, guess, tightest.resident_bytes + tightest.least_bytes)
     number = largest(lambda number: bool(known(number)), guess, _LIMIT)
     return Largest(name, number, without, known(number))
 

@@ -86,11 +86,14 @@ def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def add_mesh_options(parser: argparse.ArgumentParser) -> None:
-    """``--mesh`` and ``--link``: a cluster that is not there, one of whose ranks is asked about."""
+    """``--mesh``, ``--link`` and ``--micro-batches``: a cluster that is not there, one of whose ranks is asked about."""
     parser.add_argument(
         "--mesh", metavar="dp=8,tp=4", help="of a cluster that is not there: what one of its ranks takes"
     )
     parser.add_argument("--link", metavar="NAME|DIM=NAME,..", help="between the ranks of a mesh, such as nvlink")
+    parser.add_argument(
+        "--micro-batches", type=positive, metavar="M", help="of a mesh with pp=, by 1F1B; the callable takes a stage"
+    )
 
 
 def add_largest_option(parser: argparse.ArgumentParser) -> None:

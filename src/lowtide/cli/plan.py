@@ -30,6 +30,7 @@ from lowtide.report.curve import CURVE_PLANNER, CURVE_POINTS
 from lowtide.units import overhead_percent
 
 _FIGURES = ("planner", "budget_bytes", "peak_bytes", "unconstrained_peak_bytes", "time_ns")
+_OF_MESH = ("link", "micro_batches", "device", "optimizer", "largest")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.mesh:
         return _on_mesh(options)
-    of_mesh = next((name for name in ("link", "device", "optimizer", "largest") if getattr(options, name)), None)
+    of_mesh = next((name for name in _OF_MESH if getattr(options, name)), None)
     if of_mesh:
-        raise PlanError(f"--{of_mesh} is that of a --mesh; for one device there is lowtide fits.")
+        raise PlanError(f"--{of_mesh.replace('_', '-')} is that of a --mesh; for one device there is lowtide fits.")
     if not (options.budget or options.curve):
         raise PlanError('give a --budget such as "40%" or "8GiB", or --curve to see what each costs.')
     if options.points is not None and not options.curve:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lowtide.errors import LowtideError, PlanError
 
+STAGE = "stage"  # the argument that is given the number of a pipeline's stage
 _EXAMPLE = 'for instance "mypackage.models:build", where build() returns (model, args, kwargs)'
 
 
@@ -52,7 +53,7 @@ def _arguments(target: str, function: Callable[..., Any], mesh: Any, numbers: Ma
     missing = next((name for name in numbers if all(one.name != name for one in named)), None)
     if missing is not None and not any(one.kind is one.VAR_KEYWORD for one in parameters):
         raise PlanError(f"{target} has no argument {missing!r}; let it take one, such as def build({missing}=1).")
-    free = [one for one in named if one.name not in numbers]
+    free = [one for one in named if one.name not in numbers and one.name != STAGE]
     takes = [one for one in free if one.name == "mesh"] or [one for one in free if one.default is one.empty]
     return {**({takes[0].name: mesh} if mesh is not None and takes else {}), **numbers}
 

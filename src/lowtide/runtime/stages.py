@@ -80,14 +80,14 @@ def plan_stages(schedule: Any, samples: Sequence[Sequence[Any]], settings: Setti
             free = dataclasses.replace(settings, budget="100%", planner="keep-all", reserve=0, in_flight=most[number])
             runtime = Rematerialized(stage.submod, free)
             stack.callback(runtime.end)
-            runtime.prepare(_received(sample, first=stage.is_first), {})
+            runtime.prepare(received(sample, first=stage.is_first), {})
             planned.append(runtime)
         _share(planned, order, settings)
         stack.pop_all()
     return planned
 
 
-def _received(args: Sequence[Any], *, first: bool) -> list[Any]:
+def received(args: Sequence[Any], *, first: bool) -> list[Any]:
     """As a stage is called: what another one sent has a gradient."""
     sent = [not first and isinstance(one, torch.Tensor) and one.is_floating_point() for one in args]
     return [one.detach().requires_grad_() if is_sent else one for one, is_sent in zip(args, sent, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lowtide.ir import plain_time_ns, simulate
@@ -13,6 +13,7 @@ from lowtide.report.tables import fact_lines
 from lowtide.report.text import moved_text
 from lowtide.units import format_bytes, format_percent
 from lowtide.whole_step.ranked import RankedPass
+from lowtide.whole_step.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +25,8 @@ class Fit(Shown):
     peak of a pass that is known. ``largest``: the largest tensors at the peak without a plan. ``samples``: the first size of
     the first input. ``mesh``: what the model is spread over; then all bytes are one rank's, and ``passes`` are its passes by
     how they run. ``inside``: parameters are updated inside of the backward pass, since it does not fit otherwise;
-    ``moved_bytes`` of the optimizer's state lie in the host's memory between updates. Times are modelled, not measured.
+    ``moved_bytes`` of the optimizer's state lie in the host's memory between updates. ``stage``: that of a pipeline which the
+    model is; then passes are of a micro-batch, and their bytes of all in flight. Times are modelled, not measured.
     """
 
     model: str
@@ -46,6 +48,7 @@ class Fit(Shown):
     passes: tuple[tuple[str, RankedPass], ...] = ()
     inside: bool = False
     moved_bytes: int = 0
+    stage: Stage | None = None
 
     def __bool__(self) -> bool:
         """Whether it fits, with a plan or without."""
@@ -55,7 +58,8 @@ class Fit(Shown):
     def resident_bytes(self) -> int:
         """What is there outside of the pass."""
         states = self.optimizer_bytes - self.moved_bytes
-        return self.parameter_bytes + self.buffer_bytes + self.input_bytes + states
+        kept = 0 if self.stage is None else self.stage.kept_bytes
+        return self.parameter_bytes + self.buffer_bytes + self.input_bytes + kept + states
 
     @property
     def room_bytes(self) -> int:
@@ -72,6 +76,16 @@ class Fit(Shown):
         return self.without_bytes <= self.capacity_bytes - self.reserve_bytes
 
     @property
+    def tightest(self) -> Fit:
+        """Itself; of a pipeline, the stage that fits least."""
+        return self
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the pass under the plan, with all that is in flight; ``None`` where there is no plan."""
+        return None if self.plan is None else self.plan.peak_bytes + self.plan.waiting_bytes
+
+    @property
     def overhead(self) -> float | None:
         """Extra time of a step under the plan, as a fraction; ``None`` where there is none."""
         return None if self.plan is None else self.plan.overhead
@@ -82,13 +96,19 @@ class Fit(Shown):
         return 0 if self.plan is not None else max(self.least_bytes - self.room_bytes, 1)
 
     @property
+    def _search(self) -> str:
+        return "lowtide plan --largest" if self.mesh else "lowtide.max_batch"
+
+    @property
     def advice(self) -> tuple[str, ...]:
         """What to do, or what would make it fit."""
         if self.fits_without:
             left = self.room_bytes - self.pass_bytes
-            return (f"fits as it is; {format_bytes(left)} are left, say for a larger batch (lowtide.max_batch)",)
+            return (f"fits as it is; {format_bytes(left)} are left, say for a larger batch ({self._search})",)
         if self.plan is not None:
             given = f"budget={self.plan.budget_bytes}"
+            if self.plan.in_flight > 1:
+                given = f"budget={self.plan.budget_bytes + self.plan.waiting_bytes}, in_flight={self.plan.in_flight}"
             if self.inside:
                 offload = ', offload="cpu"' if self.moved_bytes or self.plan.schedule.moves else ""
                 given = f"total_budget={self.capacity_bytes - self.reserve_bytes}, optimizer=optimizer{offload}"
@@ -102,7 +122,7 @@ class Fit(Shown):
         activations, room = self.least_bytes - lasting, self.room_bytes - lasting
         batch = self.samples * room // max(activations, 1)
         if 0 < batch < self.samples:
-            yield f"about {batch} samples instead of {self.samples} (lowtide.max_batch finds how many exactly)"
+            yield f"about {batch} samples instead of {self.samples} ({self._search} finds how many exactly)"
         if self.optimizer_bytes - self.moved_bytes >= self.missing_bytes:
             yield (
                 f"an optimizer that keeps less: the state of {self.optimizer} is {format_bytes(self.optimizer_bytes)}, that of "
@@ -115,7 +135,7 @@ class Fit(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """Its numbers and words as plain data."""
-        apart = ("plan", "largest", "passes")
+        apart = ("plan", "largest", "passes", "stage")
         numbers = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         return {
             **numbers,
@@ -123,8 +143,9 @@ class Fit(Shown):
             "fits_without": self.fits_without,
             "room_bytes": self.room_bytes,
             "missing_bytes": self.missing_bytes,
-            "peak_bytes": None if self.plan is None else self.plan.peak_bytes,
+            "peak_bytes": self.peak_bytes,
             "overhead": self.overhead,
+            "stage": None if self.stage is None else asdict(self.stage) | {"in_flight": self.stage.in_flight},
             "passes": {name: each.to_json() for name, each in self.passes},
             "largest": [{"tensor": name, "bytes": size} for name, size in self.largest],
             "advice": list(self.advice),
@@ -137,6 +158,8 @@ class Fit(Shown):
         verdict = "fits" if self.fits_without else "fits with a plan" if self.plan else "does not fit"
         room = format_bytes(self.capacity_bytes - self.reserve_bytes)
         spread = f", spread over {self.mesh}," if self.mesh else ""
+        if self.stage is not None:
+            spread = f", stage {self.stage.number}{spread}"
         return f"{self.model}{spread} {verdict} on {self.device}: {format_bytes(self.without_bytes)} without a plan, of {room}"
 
     def _facts(self) -> Mapping[str, str]:
@@ -150,12 +173,13 @@ class Fit(Shown):
             "buffers": format_bytes(self.buffer_bytes),
             "inputs": format_bytes(self.input_bytes),
             "optimizer": f"{format_bytes(self.optimizer_bytes)} ({self.optimizer}){where}",
+            **({} if self.stage is None else {"pipeline": str(self.stage)}),
             "gradients": format_bytes(self.gradient_bytes),
             "pass": f"{format_bytes(self.pass_bytes)} without a plan, gradients among them{least}",
             "left for it": format_bytes(max(self.room_bytes, 0)),
         }
         if self.plan is not None:
-            peak, overhead = format_bytes(self.plan.peak_bytes), _more_time(self.plan.overhead)
+            peak, overhead = format_bytes(self.peak_bytes or 0), _more_time(self.plan.overhead)
             plain_ns = max(plain_time_ns(self.plan.graph, self.plan.costs), 1)
             bound = _more_time((self.plan.lower_bound_ns or 0) / plain_ns - 1)
             proven = "" if self.plan.lower_bound_ns is None else f", at best {bound}"

@@ -21,6 +21,7 @@ from lowtide.capture.refusals import require_module
 from lowtide.cost import analytical_costs
 from lowtide.cost.analytical import LinkOf
 from lowtide.cost.devices import DEVICES, get_device
+from lowtide.cost.links import Link
 from lowtide.cost.workspaces import with_state_transfers
 from lowtide.errors import CostError, InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, simulate
@@ -31,12 +32,15 @@ from lowtide.program.optimizer_state import Optimizer, optimizer_state_bytes
 from lowtide.program.sizes import held_bytes
 from lowtide.program.tangents import with_own_tangents
 from lowtide.progress import Progress, told
+from lowtide.runtime.stages import received
+from lowtide.sharing import Member
 from lowtide.units import format_bytes
 from lowtide.whole_step.answer import Fit
 from lowtide.whole_step.attention import FusedAttention
 from lowtide.whole_step.inside import updated_inside
 from lowtide.whole_step.mesh import blocks_of, current_mesh, link_of, parse_links, parse_mesh, pretended, spread
 from lowtide.whole_step.ranked import RankedPass, checkpointed
+from lowtide.whole_step.stage import Stage, stage_of
 
 _NAMED = re.compile(r"(?P<name>.+?)[-_ ]?(?P<gigabytes>\d+(\.\d+)?)\s*gb", re.IGNORECASE)
 _LARGEST = 3  # tensors that are named
@@ -57,6 +61,8 @@ def fits(
     offload_budget: int | str | None = None,
     mesh: str | None = None,
     link: str | None = None,
+    stage: int | None = None,
+    micro_batches: int | None = None,
     on_progress: Progress | None = None,
 ) -> Fit:
     """Whether ``model(*args, **kwargs)`` trains on a device, and what takes its memory. Nothing is allocated there, or run: the
@@ -72,6 +78,8 @@ def fits(
     ``mesh``: sizes by dimension, such as ``"dp=8,tp=4"``, of a cluster of such devices that is not there: the answer is of one
     of its ranks (``lowtide.whole_step.mesh``; the arguments are those of a rank). The model is spread over it, and stays so.
     ``link``: the link between ranks, or one for each dimension (``"tp=nvlink,dp=infiniband-ndr"``), of ``lowtide.cost.links``.
+    Of a mesh with ``pp=`` the model is the ``stage`` of this number, from 0 on, of a pipeline that runs so many
+    ``micro_batches`` by 1F1B; the arguments are those of one of them.
 
     The answer counts bytes as an allocator hands them out. Operators' scratch is modelled, not measured, and so is time.
     Raises ``PlanError`` for a device, an optimizer or an amount that makes no sense, and what capturing the model raises.
@@ -81,6 +89,11 @@ def fits(
     if link is not None and mesh is None:
         raise PlanError("link= is that of a mesh; give mesh=, too.")
     sizes = None if mesh is None else parse_mesh(mesh)
+    own = stage_of(sizes or {}, stage, micro_batches)
+    if own is not None and offload is not None:
+        raise PlanError("offload= does not go with the micro-batches of a pipeline.")
+    if own is not None and own.number:
+        args = received(args, first=False)
     with told(type(model).__name__, on_progress) as tell, contextlib.ExitStack() as stack:
         between = None
         if sizes is not None:
@@ -89,23 +102,41 @@ def fits(
             spread(model, made)
             between = link_of(made, links)
         fit, program, costs = _without_plan(model, args, kwargs, device, name, optimizer, between)
-        graph = program.graph
         fit = replace(fit, capacity_bytes=capacity, mesh=mesh or "")
+        if own is not None:
+            fit = _of_stage(fit, own, Member(program, costs), args, links["pp"])
         if reserve is not None:
             fit = replace(fit, reserve_bytes=0 if reserve == 0 else parse_budget(reserve, None, what="reserve"))
         if offload is not None:
             costs = replace(costs, second_memory=_host(offload, offload_budget, name, costs))
         planned = functools.partial(_planned, planner=planner, seed=seed, tell=tell)
-        fit = planned(fit, graph, costs)
-        if sizes is None:
-            return fit if fit else _inside(fit, program, model, optimizer, costs, name, planned)
-        names = {id(module): path for path, module in model.named_modules()}
-        every = checkpointed(graph, costs, [names[id(block)] for block in blocks_of(model)])
-        schedules = {"without a plan": keep_all_schedule(graph), "with every block checkpointed": every}
-        if fit.plan is not None:
-            schedules["with the plan"] = fit.plan.schedule
-        passes = tuple((how, RankedPass.of(graph, costs, schedule)) for how, schedule in schedules.items())
-        return replace(fit, passes=passes)
+        fit = planned(fit, program, costs)
+        if sizes is not None:
+            return replace(fit, passes=_passes(fit, model, Member(program, costs)))
+        return fit if fit else _inside(fit, program, model, optimizer, costs, name, planned)
+
+
+def _of_stage(fit: Fit, stage: Stage, member: Member, args: Sequence[Any], link: Link) -> Fit:
+    """What a step of a pipeline's stage takes without a plan."""
+    came = held_bytes(one for one in args if isinstance(one, torch.Tensor) and one.requires_grad)
+    stage = stage.holding(member, fit.input_bytes, came, link)
+    whole = stage.peak_bytes(member, keep_all_schedule(member.program.graph))
+    return replace(fit, stage=stage, pass_bytes=whole, least_bytes=whole)
+
+
+def _passes(fit: Fit, model: nn.Module, member: Member) -> tuple[tuple[str, RankedPass], ...]:
+    """Those of a rank by how they run."""
+    graph, costs = member.program.graph, member.costs
+    names = {id(module): path for path, module in model.named_modules()}
+    every = checkpointed(graph, costs, [names[id(block)] for block in blocks_of(model)])
+    schedules = {"without a plan": keep_all_schedule(graph), "with every block checkpointed": every}
+    if fit.plan is not None:
+        schedules["with the plan"] = fit.plan.schedule
+    passes = {how: RankedPass.of(graph, costs, schedule) for how, schedule in schedules.items()}
+    if fit.stage is not None:
+        taken = {how: fit.stage.peak_bytes(member, schedule) for how, schedule in schedules.items()}
+        passes = {how: replace(one, peak_bytes=taken[how]) for how, one in passes.items()}
+    return tuple(passes.items())
 
 
 def _without_plan(
@@ -153,7 +184,7 @@ def _inside(
     optimizer: Optimizer,
     costs: Costs,
     name: str,
-    planned: Callable[[Fit, Graph, Costs], Fit],
+    planned: Callable[[Fit, Program, Costs], Fit],
 ) -> Fit:
     """The step with updates inside of its backward pass, and with states in the host's memory, if there is that: the first way
     that fits, or the one that lacks least."""
@@ -164,19 +195,23 @@ def _inside(
             break
         own = replace(analytical_costs(changed, name), second_memory=costs.second_memory)
         other = replace(fit, inside=True, moved_bytes=moved)
-        tried.append(planned(other, changed.graph, with_state_transfers(changed, own)))
+        tried.append(planned(other, changed, with_state_transfers(changed, own)))
         if tried[-1]:
             return tried[-1]
     return min(tried, key=lambda one: one.missing_bytes)
 
 
-def _planned(fit: Fit, graph: Graph, costs: Costs, planner: str, seed: int, tell: Progress) -> Fit:
+def _planned(fit: Fit, program: Program, costs: Costs, planner: str, seed: int, tell: Progress) -> Fit:
+    budget = max(fit.room_bytes, 1)
+    options: dict[str, Any] = {"planner": planner, "seed": seed, "on_progress": tell}
     try:
-        budget = max(fit.room_bytes, 1)
-        plan = make_plan(graph, costs, budget=budget, planner=planner, seed=seed, on_progress=tell)
+        if fit.stage is None:
+            plan = make_plan(program.graph, costs, budget=budget, **options)
+        else:
+            plan = fit.stage.plan(Member(program, costs), budget, **options)
     except InfeasibleBudgetError as error:
         return replace(fit, least_bytes=error.minimum_bytes)
-    return replace(fit, plan=plan, least_bytes=plan.peak_bytes)
+    return replace(fit, plan=plan, least_bytes=plan.peak_bytes + plan.waiting_bytes)
 
 
 def _host(offload: str, budget: int | str | None, name: str, costs: Costs) -> SecondMemory:

@@ -1,7 +1,8 @@
 """A mesh of devices that is not there: a process group that communicates with nobody, and a model spread over it.
 
-Its dimensions are ``replicate`` and ``dp``, over which FSDP2 replicates and shards (every block of a list of modules, then the
-rest), and ``tp``, over which layers are parallel by columns and rows. A model that is spread already is taken as it is.
+Its dimensions are ``pp``, of which a model is one stage, ``replicate`` and ``dp``, over which FSDP2 replicates and shards
+(every block of a list of modules, then the rest), and ``tp``, over which layers are parallel by columns and rows. A model
+that is spread already is taken as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lowtide.errors import CostError, PlanError
 from lowtide.program.distributed.local import is_distributed
 from lowtide.program.distributed.sharded import is_sharded
 
-_DIMENSIONS = ("replicate", "dp", "tp")  # from the outermost one
+_DIMENSIONS = ("pp", "replicate", "dp", "tp")  # from the outermost one
 _MOST_RANKS = 1 << 20
 _MADE: list[Any] = []  # the mesh inside of ``pretended``
 

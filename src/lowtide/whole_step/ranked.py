@@ -16,13 +16,14 @@ from lowtide.units import format_bytes, format_time
 @dataclass(frozen=True, slots=True)
 class RankedPass:
     """A forward and backward pass of one rank: bytes at its peak, and nanoseconds, of which collectives take ``collective_ns``
-    and are waited for ``exposed_ns``. ``collectives``: how many there are."""
+    and are waited for ``exposed_ns``. ``collectives``: how many there are. ``forward_ns``: until the forward pass has ended."""
 
     peak_bytes: int
     time_ns: int
     computing_ns: int
     collective_ns: int
     collectives: int
+    forward_ns: int
 
     @property
     def exposed_ns(self) -> int:
@@ -35,7 +36,8 @@ class RankedPass:
         together = collectives_of(graph, schedule)
         every = sum(int(costs.time_ns[step.op]) for step in schedule.steps if isinstance(step, Compute))
         collective = sum(int(costs.time_ns[op]) for op in together)
-        return RankedPass(run.peak_bytes, run.time_ns, every - collective, collective, len(together))
+        forward = [*run.timing.start_ns, run.time_ns][schedule.boundary]
+        return RankedPass(run.peak_bytes, run.time_ns, every - collective, collective, len(together), forward)
 
     def __str__(self) -> str:
         return (
@@ -44,7 +46,7 @@ class RankedPass:
         )
 
     def to_json(self) -> Mapping[str, Any]:
-        names = ("peak_bytes", "time_ns", "computing_ns", "collective_ns", "exposed_ns", "collectives")
+        names = ("peak_bytes", "time_ns", "computing_ns", "collective_ns", "exposed_ns", "collectives", "forward_ns")
         return {name: getattr(self, name) for name in names}
 
 
