@@ -302,9 +302,14 @@ def _first_plan(request: PlanRequest) -> Plan | None:
         return None
 
 
-def share_planners(settings: Settings) -> tuple[Planning, Planning | None]:
-    """The last arguments of ``sharing.choose``: programs planned as ``settings`` say, and by a quick form of its search."""
-    return _planning(settings), _planning(settings, planner=_QUICK_SEARCH) if searches(settings.planner) else None
+def share_planners(settings: Settings, *, brief: bool) -> tuple[Planning, Planning | None]:
+    """The last arguments of ``sharing.choose``: programs planned as ``settings`` say, and by a quick form of its search; both
+    are a step quicker where they are to be ``brief``."""
+    if not searches(settings.planner):
+        return _planning(settings), None
+    if brief:
+        return _planning(settings, planner=_QUICK_SEARCH), _planning(settings, planner=FIRST_PLANNER)
+    return _planning(settings), _planning(settings, planner=_QUICK_SEARCH)
 
 
 def in_flight_planners(settings: Settings) -> tuple[Planning, Planning]:

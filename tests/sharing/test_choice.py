@@ -8,7 +8,7 @@ from torch import nn
 
 import lowtide
 from lowtide.capture import capture
-from lowtide.pipeline import make_program_plan, program_costs
+from lowtide.pipeline import make_program_plan, program_costs, share_planners
 from lowtide.planning import Plan
 from lowtide.settings import Settings
 from lowtide.sharing import Constraint, Member, Share, choose, sequential_constraints
@@ -62,6 +62,21 @@ def test_the_least_budget_of_several_programs_takes_few_plans_and_is_met() -> No
         middle = (low + high) // 2
         low, high = (low, middle) if least(middle) == middle else (middle, high)
     assert least(1) <= 1.05 * high
+
+
+@pytest.mark.parametrize(
+    ("planner", "brief", "used"),
+    [
+        ("auto{effort=2}", False, ("auto{effort=2}", "auto{effort=1}")),
+        ("auto{effort=2}", True, ("auto{effort=1}", "auto{effort=0}")),
+        ("greedy", True, ("greedy", None)),
+    ],
+)
+def test_where_training_waits_searches_are_brief(planner: str, brief: bool, used: tuple[str, str | None]) -> None:
+    member = _member(64, 6)
+    share = Share(member.keep_all.backward_bytes * 9 // 10, 0)
+    planners = share_planners(Settings(budget="50%", planner=planner), brief=brief)
+    assert tuple(one and one(member, share).planner for one in planners) == used
 
 
 def _member(width: int, layers: int) -> Member:

@@ -54,6 +54,7 @@ class SharedBudget:
 
     def __init__(self, settings: Settings, what: str = "graphs") -> None:
         self.settings, self.what = settings, what  # what: the programs are, for messages
+        self.brief = settings.planning == "background"  # searches for plans of all together: training waits for them
         self.outside = Outside()
         self.give_way: Callable[[int], bool] | None = None  # asked for so many bytes, whether the next step needs less
         self.steps = 0
@@ -312,11 +313,8 @@ class SharedBudget:
         constraints = self.record.constraints([entries.index(one.entry) for one in passes])
         budget, reserve = self.budget_for([*members.values()], constraints)
         members |= self._measuring.made_up_for(members, budget)
-        planning, quick = share_planners(
-            dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
-        )
-        if quick is not None and self.settings.planning == "background":  # rather than have training wait
-            planning, quick = quick, None
+        given = dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
+        planning, quick = share_planners(given, brief=self.brief)
         try:
             chosen = choose([*members.values()], constraints, budget, planning, quick)
             self._met = True
