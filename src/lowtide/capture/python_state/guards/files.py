@@ -56,6 +56,8 @@ def opened(found: dict[File, Any]) -> Iterator[None]:
     folders are not: they are no data of its; nor what libraries ask for."""
     _install()
     outer = getattr(_watching, "found", None)
+    # Asked for here: where ``tempfile`` looks for its folder it holds a lock, and opens a file.
+    _watching.compiled = os.path.join(tempfile.gettempdir(), "torchinductor_")
     _watching.found = found
     try:
         with all_wrapped([(os, name) for name in ("stat", "lstat", "access")], _noting):
@@ -93,12 +95,15 @@ def _asking_code(frame: Any) -> tuple[bool, set[str]]:
 
 def _keep(path: str, whole: bool = True) -> None:
     found = getattr(_watching, "found", None)
-    if found is None or path.endswith(_CODE) or _is_constant(os.path.abspath(path)):
+    if found is None or path.endswith(_CODE):
         return
-    file = File(path, whole)
     _watching.found = None  # what is asked for here is no read
-    found.setdefault(file, file.state())
-    _watching.found = found
+    try:
+        if not _is_constant(os.path.abspath(path)):
+            file = File(path, whole)
+            found.setdefault(file, file.state())
+    finally:
+        _watching.found = found
 
 
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,5 +118,4 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_constant(path: str) -> bool:
     """Whether it is a file of the system, of an installed library, or one that a compiler of PyTorch's made."""
-    compilers = os.path.join(tempfile.gettempdir(), "torchinductor_")
-    return path.startswith((*_SYSTEM, sys.prefix, compilers)) or is_installed(path)
+    return path.startswith((*_SYSTEM, sys.prefix, _watching.compiled)) or is_installed(path)
