@@ -183,7 +183,7 @@ def _of_starts(found: Found) -> Iterator[str]:
     yield "A step of plain PyTorch, the stages of `rematerialize` at 50 % of the peak, the first step, and the sum of both"
     yield f"{_as_set(found, 'starts')}."
     yield "*cached*: costs, plan and compiled kernels are on disk from the cold start. The number of distinct kernels stands"
-    yield "beside the seconds that they take."
+    yield "beside the seconds that they take. Rows stay until they are measured anew: those of Inductor are older than eager's."
     yield ""
     yield "| model | compiler | start | plain | " + " | ".join(STAGES) + " | first step | total |"
     yield "|---|---|---|" + "---:|" * (len(STAGES) + 3)
