@@ -315,8 +315,12 @@ def share_planners(settings: Settings, *, brief: bool) -> tuple[Planning, Planni
 def in_flight_planners(settings: Settings) -> tuple[Planning, Planning]:
     """The same of ``plan_in_flight``."""
     own: dict[str, Any] = {"in_flight": 1, "agreed": False, "total_budget": None, "reserve": 0}
-    quick = FIRST_PLANNER if settings.planner.startswith("auto") else settings.planner
-    return _planning(settings, **own), _planning(settings, **own, planner=quick)
+    return _planning(settings, **own), _planning(settings, **own, planner=first_form(settings.planner))
+
+
+def first_form(planner: str) -> str:
+    """The planner of first plans, of ``auto`` with whatever options; of others themselves."""
+    return FIRST_PLANNER if planner.startswith("auto") else planner
 
 
 def _planning(settings: Settings, **own: Any) -> Planning:

@@ -15,7 +15,7 @@ from lowtide.cost.links import Link, collective_ns
 from lowtide.cost.workspaces import with_room_between
 from lowtide.errors import PlanError
 from lowtide.ir import Schedule
-from lowtide.pipeline import FIRST_PLANNER
+from lowtide.pipeline import first_form
 from lowtide.planning import Plan, make_plan
 from lowtide.sharing import Member, Share
 from lowtide.sharing.in_flight import Calls, plan_calls
@@ -72,8 +72,8 @@ class Stage:
 
     def plan(self, member: Member, budget_bytes: int, planner: str, **options: Any) -> Plan:
         """By which all that is in flight fits. Raises ``InfeasibleBudgetError``."""
-        quick = FIRST_PLANNER if planner.startswith("auto") else planner
-        plannings = (functools.partial(_planned, planner=each, **options) for each in (planner, quick))
+        both = planner, first_form(planner)
+        plannings = (functools.partial(_planned, planner=each, **options) for each in both)
         return plan_calls(self._calls(member), budget_bytes, *plannings)
 
     def _calls(self, member: Member) -> Calls:

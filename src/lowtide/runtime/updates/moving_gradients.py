@@ -17,6 +17,7 @@ from lowtide.offload import Copy, Lease, open_memory
 from lowtide.offload.interface import ALIGNMENT
 from lowtide.program.program import Program
 from lowtide.program.updates import with_departures
+from lowtide.runtime.updates.away import AwayTensor
 
 
 class _Place:
@@ -52,18 +53,10 @@ class _Place:
             self.here = None
 
 
-class AwayGradient(torch.Tensor):
+class AwayGradient(AwayTensor):
     """A gradient in a second memory."""
 
     place: _Place
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, tensor: torch.Tensor, place: _Place) -> AwayGradient:
-        kind: dict[str, Any] = {"strides": tensor.stride(), "dtype": tensor.dtype, "device": tensor.device}
-        made: AwayGradient = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, **kind)
-        made.place = place
-        return made
 
     def fetched(self) -> torch.Tensor:
         """The gradient. Raises ``ExecutionError`` where it cannot be read."""

@@ -24,6 +24,7 @@ from lowtide.offload import Copy, Lease, SecondMemoryOf, open_memory
 from lowtide.offload.interface import ALIGNMENT
 from lowtide.program.optimizer_state import state_sizes
 from lowtide.program.updates import StateMoves
+from lowtide.runtime.updates.away import AwayTensor
 from lowtide.runtime.updates.moving_gradients import AwayGradient, begin_gradient
 from lowtide.runtime.updates.optimizer_step import step_for
 
@@ -32,35 +33,27 @@ _LEAST_BYTES = ALIGNMENT  # of a tensor that moves
 _LEAST_SHARE = 1e-3  # of all that may move, that the state of a parameter is
 
 
-class AwayState(torch.Tensor):
+class AwayState(AwayTensor):
     """A tensor of an optimizer's state in a second memory: whoever reads it fetches it, and nobody can write into it."""
 
-    copy: Copy
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, tensor: torch.Tensor, copy: Copy) -> AwayState:
-        kind: dict[str, Any] = {"strides": tensor.stride(), "dtype": tensor.dtype, "device": tensor.device}
-        made: AwayState = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, **kind)
-        made.copy = copy
-        return made
+    place: Copy
 
     def begun(self) -> torch.Tensor:
-        """The tensor, in memory that begins to fill: nobody may use it before ``copy.back()``."""
-        self.copy.left()
-        (tensor,) = self.copy.fetch()
+        """The tensor, in memory that begins to fill: nobody may use it before ``place.back()``."""
+        self.place.left()
+        (tensor,) = self.place.fetch()
         return tensor
 
     def fetched(self) -> torch.Tensor:
         """The tensor. Raises ``ExecutionError`` where it cannot be read."""
         tensor = self.begun()
-        self.copy.back()
+        self.place.back()
         return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
-            return cls(args[0], args[0].copy)
+            return cls(args[0], args[0].place)
         if func._schema.is_mutable:
             written = [
                 v for a, v in zip(func._schema.arguments, args, strict=False) if a.alias_info and a.alias_info.is_write
@@ -168,7 +161,7 @@ class MovingStates:
 
         def end() -> FetchedState:
             for one in away.values():
-                one.copy.back()
+                one.place.back()
             return fetched
 
         return end
