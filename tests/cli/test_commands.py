@@ -15,6 +15,7 @@ from lowtide.extras import EXTRAS, MissingExtraError, require
 from lowtide.report.writers import WRITERS
 from lowtide.trace import write_trace
 from tests.report.reports import small_plan, trace_of_chain
+from tests.support.samples import importable
 from tests.support.versions import needs_known_fsdp2
 
 _MODULE = """
@@ -57,10 +58,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "command_line_sample.py").write_text(_MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "command_line_sample", raising=False)
+    importable("command_line_sample", _MODULE, tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("_module")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from lowtide.cli.main import main
+from tests.support.samples import importable
 from tests.support.versions import needs_known_fsdp2
 
 _MODULE = """
@@ -39,10 +39,7 @@ _MESH = ["--mesh", "dp=2", "--device", "1MiB"]
 @pytest.fixture(autouse=True)
 def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "largest_sample.py").write_text(_MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "largest_sample", raising=False)
+    importable("largest_sample", _MODULE, tmp_path, monkeypatch)
 
 
 @needs_known_fsdp2

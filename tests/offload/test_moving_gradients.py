@@ -18,9 +18,8 @@ from lowtide.ir.graph import SEND_GRADIENT_TARGET
 from lowtide.offload.disk import DiskMemory
 from lowtide.runtime.updates.moving_gradients import AwayGradient
 from lowtide.runtime.updates.moving_states import AwayState
+from tests.support.wide_layers import LAYERS, WEIGHT_BYTES, WideLayers, batch
 
-WIDTH, LAYERS, ROWS = 64, 8, 16
-_WEIGHT = 4 * WIDTH * WIDTH  # bytes
 Make = Callable[[nn.Module], optim.Optimizer]
 _MAKES: dict[str, Make] = {
     "SGD with momentum": lambda m: optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1),
@@ -29,31 +28,18 @@ _MAKES: dict[str, Make] = {
 }
 
 
-class Net(nn.Module):
-    """Layers whose gradients take far more than what is computed from them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) + x
-        return x.square().mean()
-
-
 class Pair:
     """A model in eager, and the same planned so that its gradients have no room in a pass."""
 
     def __init__(self, folder: Path, make: Make = _MAKES["SGD with momentum"], **more: Any) -> None:
         torch.manual_seed(0)
-        self.plain = Net()
+        self.plain = WideLayers()
         self.planned = copy.deepcopy(self.plain)
         self.eager, self.ours = make(self.plain), make(self.planned)
         self.number = 0
-        given = {} if "total_budget" in more else {"budget": 6 * _WEIGHT}
+        given = {} if "total_budget" in more else {"budget": 6 * WEIGHT_BYTES}
         options: dict[str, Any] = {"planner": "auto{effort=0}", "offload": f"disk:{folder}", "optimizer": self.ours}
-        lowtide.rematerialize(self.planned, (_batch(0),), keep_gradients=True, **options, **given, **more)
+        lowtide.rematerialize(self.planned, (batch(0),), keep_gradients=True, **options, **given, **more)
 
     @property
     def models(self) -> tuple[nn.Module, nn.Module]:
@@ -65,7 +51,7 @@ class Pair:
 
     def backward(self) -> None:
         self.number += 1
-        losses = [model(_batch(self.number)) for model in self.models]
+        losses = [model(batch(self.number)) for model in self.models]
         assert torch.equal(*losses)
         for loss in losses:
             loss.backward()
@@ -84,10 +70,6 @@ class Pair:
             assert torch.equal(theirs.grad, mine.grad)
 
 
-def _batch(seed: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("make", _MAKES.values(), ids=_MAKES)
 def test_clipping_by_the_norm_of_all_holds_one_at_a_time(make: Make, tmp_path: Path) -> None:
     pair = Pair(tmp_path, make)
@@ -101,14 +83,14 @@ def test_clipping_by_the_norm_of_all_holds_one_at_a_time(make: Make, tmp_path: P
         norms: list[torch.Tensor] = [nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)]
         clipped = lowtide.measure(lambda to=norms: to.append(nn.utils.clip_grad_norm_(pair.planned.parameters(), 0.1)))
         assert torch.equal(*norms)
-        assert clipped.peak_bytes < 2 * _WEIGHT
+        assert clipped.peak_bytes < 2 * WEIGHT_BYTES
         assert len(pair.away) == LAYERS
         pair.end()
-    batch = _batch(9)
-    measured = lowtide.measure(lambda: pair.planned(batch).backward())
-    assert measured.peak_bytes == plan.peak_bytes <= plan.budget_bytes == 6 * _WEIGHT
+    given = batch(9)
+    measured = lowtide.measure(lambda: pair.planned(given).backward())
+    assert measured.peak_bytes == plan.peak_bytes <= plan.budget_bytes == 6 * WEIGHT_BYTES
     stepped = lowtide.measure(pair.ours.step)
-    assert stepped.peak_bytes < 5 * _WEIGHT  # two gradients, and what an update takes
+    assert stepped.peak_bytes < 5 * WEIGHT_BYTES  # two gradients, and what an update takes
 
 
 def test_where_there_is_room_they_stay(tmp_path: Path) -> None:
@@ -119,8 +101,8 @@ def test_where_there_is_room_they_stay(tmp_path: Path) -> None:
 
 
 def test_with_states_that_move(tmp_path: Path) -> None:
-    held = sum(p.nbytes for p in Net().parameters()) + _batch(0).nbytes
-    pair = Pair(tmp_path, _MAKES["AdamW"], total_budget=held + 6 * _WEIGHT)
+    held = sum(p.nbytes for p in WideLayers().parameters()) + batch(0).nbytes
+    pair = Pair(tmp_path, _MAKES["AdamW"], total_budget=held + 6 * WEIGHT_BYTES)
     for _ in range(3):
         pair.backward()
         assert len(pair.away) == LAYERS
@@ -163,7 +145,7 @@ def test_of_a_gradient_scaler(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**40) for _ in range(2)]  # type: ignore[attr-defined]
     for number in range(3):
-        losses = [model(_batch(number) * (1e20 if number == 1 else 1)) for model in pair.models]
+        losses = [model(batch(number) * (1e20 if number == 1 else 1)) for model in pair.models]
         for scaler, loss, optimizer in zip(scalers, losses, (pair.eager, pair.ours), strict=True):
             scaler.scale(loss).backward()
             scaler.step(optimizer)

@@ -20,9 +20,8 @@ from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, STORE_STATE_T
 from lowtide.offload.disk import DiskMemory
 from lowtide.runtime.updates.moving_states import AwayState, FetchedState, MovingStates
 from tests.support.wide import is_wide
+from tests.support.wide_layers import LAYERS, ROWS, WEIGHT_BYTES, WIDTH, WideLayers, batch
 
-WIDTH, LAYERS, ROWS = 64, 8, 16
-_WEIGHT = 4 * WIDTH * WIDTH  # bytes
 Make = Callable[[nn.Module], optim.Optimizer]
 
 
@@ -42,38 +41,25 @@ _MAKES: dict[str, Make] = {
 }
 
 
-class Net(nn.Module):
-    """Layers whose parameters take far more than what is computed from them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) + x
-        return x.square().mean()
-
-
 class Pair:
     """A model in eager, and the same planned so that its optimizer's states have no room beside its passes."""
 
     def __init__(self, make: Make, folder: Path, *, weights: int = 12, steps: int = 0, **more: Any) -> None:
         torch.manual_seed(0)
-        self.plain = Net()
+        self.plain = WideLayers()
         self.planned = copy.deepcopy(self.plain)
         self.eager, self.ours = make(self.plain), make(self.planned)
         self.number = 0
         for _ in range(steps):
             self.step()
-        held = sum(p.nbytes for p in self.planned.parameters()) + _batch(0).nbytes
+        held = sum(p.nbytes for p in self.planned.parameters()) + batch(0).nbytes
         options: dict[str, Any] = {"planner": "auto{effort=0}", "offload": f"disk:{folder}", "optimizer": self.ours}
-        self.total_bytes = held + weights * _WEIGHT
-        lowtide.rematerialize(self.planned, (_batch(0),), total_budget=self.total_bytes, **options, **more)
+        self.total_bytes = held + weights * WEIGHT_BYTES
+        lowtide.rematerialize(self.planned, (batch(0),), total_budget=self.total_bytes, **options, **more)
 
     def losses(self) -> list[torch.Tensor]:
         self.number += 1
-        return [model(_batch(self.number)) for model in (self.plain, self.planned)]
+        return [model(batch(self.number)) for model in (self.plain, self.planned)]
 
     def step(self) -> None:
         one, two = self.losses()
@@ -111,10 +97,6 @@ class Pair:
         return sum(one.nbytes for one in tensors if not isinstance(one, AwayState))
 
 
-def _batch(seed: int, rows: int = ROWS) -> torch.Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
 def _chosen() -> dict[str, Make]:
     return _MAKES if is_wide() else dict([*_MAKES.items()][:2])
 
@@ -125,13 +107,13 @@ def test_equal_to_the_bit_and_within_the_total_budget(make: Make, tmp_path: Path
     pair = Pair(make, tmp_path, weights=weights)
     (plan,) = lowtide.plans(pair.planned)
     assert "moving states" in str(plan)
-    held = pair.total_bytes - weights * _WEIGHT
+    held = pair.total_bytes - weights * WEIGHT_BYTES
     for _ in range(4):
         pair.step()
         assert pair.away
     pair.check()
-    batch = _batch(9)
-    measured = lowtide.measure(lambda: pair.planned(batch).backward())
+    given = batch(9)
+    measured = lowtide.measure(lambda: pair.planned(given).backward())
     assert measured.peak_bytes == plan.peak_bytes
     assert held + pair.there_bytes + measured.peak_bytes <= pair.total_bytes
 
@@ -145,7 +127,9 @@ def test_the_schedule_fetches_before_each_update_and_stores_after_it(tmp_path: P
     assert order.count(FETCH_STATE_TARGET) == order.count(STORE_STATE_TARGET) == LAYERS  # biases are too small
     assert order.count(OPTIMIZER_TARGET) == 2 * LAYERS
     states = [op for op in graph.ops if op.target == FETCH_STATE_TARGET]
-    assert [int(plan.costs.storage_bytes[graph.values[op.outputs[0]].storage]) for op in states] == [_WEIGHT] * LAYERS
+    assert [int(plan.costs.storage_bytes[graph.values[op.outputs[0]].storage]) for op in states] == [
+        WEIGHT_BYTES
+    ] * LAYERS
     run = simulate(graph, plan.costs, plan.schedule)
     assert run.peak_bytes <= plan.budget_bytes
     assert len(run.timing.collectives) == 2 * LAYERS  # beside computing
@@ -196,7 +180,7 @@ def test_clipping_by_the_norm_of_all_gradients(tmp_path: Path) -> None:
         kept = [parameter.grad for parameter in pair.planned.parameters()]
         measured = lowtide.measure(pair.ours.step)
         pair.eager.step()
-        assert measured.peak_bytes < 8 * _WEIGHT  # not the 16 of all states
+        assert measured.peak_bytes < 8 * WEIGHT_BYTES  # not the 16 of all states
         assert all(one is two.grad for one, two in zip(kept, pair.planned.parameters(), strict=True))
         assert len(pair.away) == 2 * LAYERS
         pair.eager.zero_grad()
@@ -206,18 +190,18 @@ def test_clipping_by_the_norm_of_all_gradients(tmp_path: Path) -> None:
 
 def test_gradients_are_kept_for_no_optimizer() -> None:
     with pytest.raises(lowtide.PlanError, match="give optimizer="):
-        lowtide.rematerialize(Net(), (_batch(0),), budget="100%", keep_gradients=True)
+        lowtide.rematerialize(WideLayers(), (batch(0),), budget="100%", keep_gradients=True)
 
 
 def test_other_sizes_and_other_masks(tmp_path: Path) -> None:
     pair = Pair(_MAKES["AdamW of two groups"], tmp_path)
     for rows in (ROWS, 8, 4, ROWS):
         for model in (pair.plain, pair.planned):
-            model(_batch(rows, rows)).backward()
+            model(batch(rows, rows)).backward()
         pair.end()
     parameter = next(pair.planned.parameters())
-    (gradient,) = torch.autograd.grad(pair.planned(_batch(1)), [parameter])
-    (expected,) = torch.autograd.grad(pair.plain(_batch(1)), [next(pair.plain.parameters())])
+    (gradient,) = torch.autograd.grad(pair.planned(batch(1)), [parameter])
+    (expected,) = torch.autograd.grad(pair.plain(batch(1)), [next(pair.plain.parameters())])
     assert torch.equal(gradient, expected)
     pair.step()
     pair.check()
@@ -292,7 +276,7 @@ def test_a_disk_that_fails_loses_no_state(call: str, tmp_path: Path, monkeypatch
 def test_a_budget_that_nothing_meets_says_so_and_moves_nothing(tmp_path: Path) -> None:
     with pytest.raises(lowtide.InfeasibleBudgetError) as error:
         Pair(_MAKES["Adam with amsgrad"], tmp_path, weights=1, steps=1)
-    assert error.value.minimum_bytes < sum(p.nbytes for p in Net().parameters()) * 4
+    assert error.value.minimum_bytes < sum(p.nbytes for p in WideLayers().parameters()) * 4
 
 
 def test_a_disk_that_fills_up_later_changes_nothing_for_what_lies_there(
@@ -302,7 +286,7 @@ def test_a_disk_that_fills_up_later_changes_nothing_for_what_lies_there(
     pair.step()
     monkeypatch.setattr(DiskMemory, "free_bytes", lambda memory: 0)
     for model in (pair.plain, pair.planned):  # another program, within the same budget
-        model(_batch(1, 8)).backward()
+        model(batch(1, 8)).backward()
     pair.end()
     assert ["moving states" in str(plan) for plan in lowtide.plans(pair.planned)] == [True, True]
     pair.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lowtide.cli.main import main
 from lowtide.cost.links import collective_ns, get_link
 from lowtide.whole_step.pipelined import PipelineFit, step_ns
 from lowtide.whole_step.stage import Stage
+from tests.support.samples import importable
 from tests.support.versions import needs_known_fsdp2
 
 pytestmark = needs_known_fsdp2
@@ -41,10 +41,7 @@ _ON = ["--planner", "greedy", "--device"]
 @pytest.fixture(autouse=True)
 def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "piped.py").write_text(_MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "piped", raising=False)
+    importable("piped", _MODULE, tmp_path, monkeypatch)
 
 
 def fitted(stage: int, micro_batches: int, device: str = "64GiB", **options: Any) -> lowtide.Fit:
