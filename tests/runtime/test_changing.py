@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import lowtide
+from lowtide import pipeline
+from lowtide.cost import analytical_costs
+from lowtide.ir import Costs
+from lowtide.program.program import Program
 from tests.support.networks import generator
 
 WIDTH = 32
@@ -104,16 +110,27 @@ def test_first_calls_stay_within_the_budget() -> None:
         model.zero_grad()
 
 
+def _costs(program: Program) -> Costs:
+    """By no clock: what reads an argument or a buffer takes next to no time, so that a plan runs it again."""
+    costs, parameters = analytical_costs(program), program.parameters
+    given = {value for value in program.inputs[parameters:] if value is not None}
+    quick = [not set(op.inputs).isdisjoint(given) for op in program.graph.ops]
+    return dataclasses.replace(costs, time_ns=np.where(quick, 1, costs.time_ns))
+
+
 @pytest.mark.parametrize("first, fails", [(1, 0), (3, 1)], ids=["from the second step on", "later"])
 @pytest.mark.parametrize("argument", [False, True], ids=["buffer", "argument"])
-def test_what_begins_to_change_is_copied(argument: bool, first: int, fails: int) -> None:
+def test_what_begins_to_change_is_copied(
+    argument: bool, first: int, fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A value that has not changed in the first steps is lost once at most."""
+    monkeypatch.setattr(pipeline, "measure_costs", lambda program, **_: _costs(program))
     torch.manual_seed(0)
     plain = nn.Sequential(*(_Block() for _ in range(4)))
     for block in plain:
         block.memory = torch.zeros(WIDTH)  # type: ignore[assignment]
     samples = [torch.randn(256, WIDTH, generator=generator(number)) for number in range(first + 3)]
-    model = lowtide.rematerialize(copy.deepcopy(plain), (samples[0],), budget="60%", planner="greedy")
+    model = lowtide.rematerialize(copy.deepcopy(plain), (samples[0],), budget="55%", planner="greedy")
     failed = 0
     for number, sample in enumerate(samples):
         for one in (plain, model):

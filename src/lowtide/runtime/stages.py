@@ -109,22 +109,24 @@ def _share(planned: Sequence[Rematerialized], order: Sequence[Pass], settings: S
         raise error.beside(reserve) from None
     shares = stage_shares(members, constraints, [one.footprint for one in chosen], budget)
     for runtime, entry, member, one, share in zip(planned, entries, members, chosen, shares, strict=True):
-        beside = budget - share.budget_bytes
-        plan = _refined(one, member, share, planning).among(runtime.settings.in_flight, beside)
+        plan = _refined(one, member, share, planning)
+        plan = plan.among(runtime.settings.in_flight, budget - plan.budget_bytes)
         exchange(runtime.entries, {entry: with_plan(entry, plan)})
         runtime.settings = dataclasses.replace(
             runtime.settings,
             budget=share.budget_bytes,
             between_bytes=share.between_bytes,
-            beside_bytes=beside,
+            beside_bytes=budget - share.budget_bytes,
             planner=settings.planner,
         )
 
 
 def _refined(chosen: Assignment, member: Member, share: Share, planning: Planning) -> Plan:
-    """The plan that was chosen, or a quicker one within its share."""
+    """The plan that was chosen, or a quicker one within its share. One pass of what was chosen may take more than the share
+    while less waits."""
     found = [plan_alone(chosen, member)]
     if found[0].overhead > 0:
         with contextlib.suppress(InfeasibleBudgetError):
             found.append(as_alone(planning(member, share), member))
-    return dataclasses.replace(min(found, key=lambda plan: plan.time_ns), budget_bytes=share.budget_bytes)
+    best = min(found, key=lambda plan: plan.time_ns)
+    return dataclasses.replace(best, budget_bytes=max(share.budget_bytes, best.peak_bytes))
