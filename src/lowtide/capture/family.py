@@ -54,7 +54,7 @@ def capture_family(
 
 
 class SymbolicFamily:
-    """The programs of one call at many sizes."""
+    """The programs of one call at many sizes. ``is_fixed``: what was asked about them lets none be another number."""
 
     def __init__(self, captured: Captured, sizes: SymbolicSizes, tensors: Sequence[torch.Tensor]) -> None:
         contract, program = captured.contract, captured.program
@@ -66,6 +66,7 @@ class SymbolicFamily:
             raise CaptureError("what the call returns beside tensors depends on sizes")
         if any(not _is_fixed(program.metas[value]) for value in program.constants):
             raise CaptureError("a constant of the program has a size that varies")
+        self.is_fixed = sizes.are_fixed()
         self.expressions = dict(sizes.expressions)
         self._shapes = [*map(extents, tensors)]
         self._numbers: dict[sympy.Expr, int] = {}

@@ -33,8 +33,10 @@ def merge_nested_writes(module: fx.GraphModule) -> None:
         merged = _merged(node) if node.target in SLICES and not node.kwargs else None
         if merged is None:
             continue
+        target, args = merged
         with module.graph.inserting_before(node):
-            new = module.graph.call_function(*merged)
+            new = module.graph.call_function(target)
+        new.args = args  # sizes among them as they are
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
@@ -48,7 +50,7 @@ def _merged(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     whole = base.meta["val"]  # type: ignore[union-attr]
     if not fills_its_storage(meta_of(whole)) or not _same(_layout(whole), _layout(node.meta["val"])):
         return None
-    part = SLICES[node.target](whole, *slices)
+    part = SLICES[node.target](whole, *map(_number, slices))
     found = None
     while inner := _written_before(base, source, whole, part):
         written, source, part = inner
@@ -80,7 +82,8 @@ def _written_before(base: Any, source: Any, whole: torch.Tensor, part: torch.Ten
             seen = view.target(seen, *view.args[1:], **view.kwargs)  # type: ignore[operator]
     except RuntimeError:  # there is no such view of it
         return None
-    return (source, written, SLICES[source.target](place, *slices)) if _same(_layout(seen), _layout(part)) else None
+    there = SLICES[source.target](place, *map(_number, slices))
+    return (source, written, there) if _same(_layout(seen), _layout(part)) else None
 
 
 def _root(node: Any) -> Any:
@@ -97,6 +100,11 @@ def _is_given(node: Any) -> bool:
     while root.target in SLICES:
         root = _root(root.args[0])
     return bool(root.op == "placeholder")
+
+
+def _number(value: Any) -> Any:
+    """A node of the graph that computes one of sizes as what it computes."""
+    return value.meta["val"] if isinstance(value, fx.Node) else value
 
 
 def _layout(tensor: torch.Tensor) -> Layout:

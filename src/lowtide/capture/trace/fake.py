@@ -108,6 +108,9 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func in (_ATEN._ctc_loss_backward.Tensor, _ATEN._ctc_loss_backward.default):
             with self:
                 return fakes.ctc_loss_backward(args[1])
+        if func in fakes.RESIZED_BACKWARD and self.shape_env is not None:
+            with self:
+                return fakes.resized_backward(*args)
         try:
             with enable_python_dispatcher() if self.shape_env is not None else contextlib.nullcontext():
                 result = super().dispatch(func, types, args, kwargs)

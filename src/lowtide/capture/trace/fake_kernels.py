@@ -19,6 +19,14 @@ NORMS = {  # the position of the weight
     _ATEN._native_batch_norm_legit_functional.default: 1,
 }
 
+RESIZED_BACKWARD = {
+    getattr(_ATEN, f"{name}_backward").default
+    for name in (
+        "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
+        "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+    )
+}  # fmt: skip
+
 
 def norm_statistics(function: Any, args: Sequence[Any], result: Any) -> Any:
     """``result`` of a norm on the CPU with mean and reciprocal deviation in the type of its weight."""
@@ -59,3 +67,11 @@ def ctc_loss(log_probabilities: torch.Tensor, longest_target: int) -> tuple[torc
 def ctc_loss_backward(log_probabilities: torch.Tensor) -> torch.Tensor:
     """Contiguous whatever the layout of the input."""
     return log_probabilities.new_empty(log_probabilities.shape)
+
+
+def resized_backward(
+    gradient: torch.Tensor, output_size: Sequence[int], input_size: Sequence[int], *_: Any
+) -> torch.Tensor:
+    """The gradient of an image that was resized."""
+    layout = torch._prims_common.suggest_memory_format(gradient)
+    return torch.empty(input_size, dtype=gradient.dtype, device=gradient.device, memory_format=layout)

@@ -26,6 +26,7 @@ from lowtide.capture.trace.expected import expecting
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.capture.trace.recorder import recording
+from lowtide.capture.trace.sizes import hints
 from lowtide.capture.trace.twins import through_twins
 from lowtide.capture.trace.writes import (
     UNSEEN,
@@ -35,9 +36,10 @@ from lowtide.capture.trace.writes import (
     refuse_shared,
     refuse_unregistered,
 )
+from lowtide.capture.trace.written_out import written_out
 from lowtide.device import plain_types
 from lowtide.program.foreign import is_foreign
-from lowtide.program.layouts import memory_of
+from lowtide.program.layouts import is_dense, memory_of
 from lowtide.program.results import below
 from lowtide.program.roles import Gradient, Input, Output, Tangent, Written
 
@@ -95,6 +97,8 @@ def export_joint(function: Function, fakes: Sequence[torch.Tensor], mode: FakeTe
         stack.enter_context(_unused_left_out())
         stack.enter_context(wrapped(proxy_tensor.ProxyTorchDispatchMode, "__torch_dispatch__", recording))
         stack.enter_context(_alone())
+        if mode.shape_env is not None:
+            stack.enter_context(written_out())
         stack.enter_context(mode)
         stack.enter_context(FunctionalTensorMode())
         joint = _Joint(function, fakes)
@@ -216,7 +220,8 @@ def _inner(tensor: torch.Tensor | None) -> Any:
 def _like(output: torch.Tensor) -> torch.Tensor:
     """A gradient as it arrives, of the same layout where one can have that."""
     overlapping = output.layout is torch.strided and torch._debug_has_internal_overlap(output) == 1
-    if output._has_symbolic_sizes_strides or overlapping:
+    symbolic = output._has_symbolic_sizes_strides
+    if overlapping or (symbolic and not is_dense(hints(output.shape), hints(output.stride()))):
         dense = torch.empty_like(output, memory_format=torch._prims_common.suggest_memory_format(output))
     else:
         dense = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device=output.device)

@@ -94,6 +94,11 @@ class SymbolicSizes:
             self.traced[found] = hint(size)
         return found
 
+    def are_fixed(self) -> bool:
+        """Whether what was asked about them lets none be another number."""
+        ranges = self.environment.var_to_range
+        return all(ranges[symbol].lower == ranges[symbol].upper for symbol in self.traced)
+
     def conditions(self) -> list[sympy.Expr]:
         """What was asked about the symbols, as it was answered, the bounds of their ranges included."""
         environment = self.environment

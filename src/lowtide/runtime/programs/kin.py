@@ -31,6 +31,7 @@ from lowtide.stage_times import stage
 
 _LOG = logging.getLogger(__name__)
 _ALONE = 2  # shapes that are captured by themselves: a short last batch is no reason for more
+_MOST_FIXED = 2  # families that turn out to be of one call alone
 _MOST = 5  # families of a kind: sizes vary later, or make for other programs
 _MOST_KINDS = 16  # of calls of one model
 _MOST_SHAPES = 1000  # that are known to have been met
@@ -85,13 +86,14 @@ class FamilyCall(NamedTuple):
 @dataclass(eq=False)
 class Kin:
     """The calls of one kind. ``known``: the last that was captured by itself; ``sizes``: of the first that were, shapes and the
-    numbers of rows that data select; ``at_once``: all sizes may vary."""
+    numbers of rows that data select; ``at_once``: all sizes may vary; ``fixed``: how often a family was of one call alone."""
 
     at_once: bool = False
     branches: list[Branch] = field(default_factory=list)
     known: tuple[Entry, Shapes] | None = None
     shapes: list[Shapes] = field(default_factory=list)
     sizes: set[tuple[Shapes, Any]] = field(default_factory=set)
+    fixed: int = 0
     hopeless: bool = False
 
     def member(
@@ -126,6 +128,11 @@ class Kin:
         try:
             with stage("capture"):
                 family = capture_family(model, sample.args, sample.kwargs, varying, **how)
+            if family.is_fixed:
+                self.fixed += 1
+                if self.fixed == _MOST_FIXED:
+                    self._give_up(model, "an operator or the model's code takes sizes as numbers")
+                return
             known = family.confirmed_by(entry.captured, others)
             confirmed = family.confirmed_by(capture(), shapes) if known is None else known
         except Exception as error:  # noqa: BLE001 - by itself each shape can be captured all the same

@@ -1,0 +1,102 @@
+"""Functions of PyTorch's that read sizes as numbers, written out where sizes are symbols.
+
+Their C++ code takes the sizes of its arguments as plain numbers and calls other operators. In a trace with symbolic sizes each
+would fix its sizes to those of the traced call (``interpolate``), or end it (an LSTM). So there the same operators are called
+from here. Whoever makes a family of calls compares it with a capture by PyTorch's own code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp.decompositions import upsample_compute_output_size
+
+from lowtide.capture.trace.patches import STANDS_FOR, all_wrapped
+from lowtide.objects.walk import parts_of
+
+_LSTM = 2  # the kind of recurrent layer, in oneDNN's operator
+_UPSAMPLING = {  # whether corners may be aligned
+    "upsample_nearest1d": False, "upsample_nearest2d": False, "upsample_nearest3d": False,
+    "_upsample_nearest_exact1d": False, "_upsample_nearest_exact2d": False, "_upsample_nearest_exact3d": False,
+    "upsample_linear1d": True, "upsample_bilinear2d": True, "upsample_trilinear3d": True, "upsample_bicubic2d": True,
+    "_upsample_bilinear2d_aa": True, "_upsample_bicubic2d_aa": True,
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def written_out() -> Iterator[None]:
+    """Inside, these functions take symbolic sizes in this thread."""
+    places = [(torch._C._nn, name) for name in _UPSAMPLING]
+    with all_wrapped([*places, (torch._VF, "lstm")], _wrapped):
+        yield
+
+
+def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    name = function.__name__
+    own = functools.partial(_upsampled, name) if name in _UPSAMPLING else _lstm
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        symbolic = any(isinstance(one, Tensor) and one._has_symbolic_sizes_strides for one in parts_of((args, kwargs)))
+        return own(function, *args, **kwargs) if symbolic else function(*args, **kwargs)
+
+    setattr(call, STANDS_FOR, function)
+    return call
+
+
+def _upsampled(name: str, function: Any, x: Tensor, output_size: Any, *rest: Any) -> Tensor:
+    """``rest``: whether corners are aligned, and factors for all dimensions, or one for each."""
+    aligned, factors = (rest[:1], rest[1:]) if _UPSAMPLING[name] else ((), rest)
+    if len(factors) != 1 or not (factors[0] is None or isinstance(factors[0], Sequence)):
+        found: Tensor = function(x, output_size, *rest)
+        return found
+    size = upsample_compute_output_size(x.shape, output_size, factors[0])  # type: ignore[no-untyped-call]
+    each = factors[0] or [None] * len(size)
+    found = getattr(torch.ops.aten, name).default(x, size, *aligned, *each)
+    return found
+
+
+def _lstm(function: Any, x: Tensor, *args: Any) -> Any:
+    """By oneDNN, where PyTorch takes that on a CPU and no sequences are packed."""
+    given = [one for one in parts_of((x, args)) if isinstance(one, Tensor)]
+    if isinstance(args[0], Tensor) or not _by_onednn(given):
+        return function(x, *args)
+    (hidden, cells), weights, has_biases, layers, dropout, train, bidirectional, batch_first = args
+    if hidden.shape[2] != cells.shape[2]:  # projections
+        return function(x, *args)
+    x = (x.transpose(0, 1) if batch_first else x).contiguous()
+    directions, count = 2 if bidirectional else 1, 4 if has_biases else 2
+    per_layer = [weights[first : first + count] for first in range(0, len(weights), count)]
+    last: list[tuple[Tensor, Tensor]] = []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            number = layer * directions + direction
+            before = hidden[number], cells[number]
+            biases = [] if has_biases else [_zeros(weight) for weight in reversed(per_layer[number])][::-1]
+            output, *after, _ = torch.ops.aten.mkldnn_rnn_layer.default(
+                x, *per_layer[number], *biases, *before, direction > 0, [], _LSTM, hidden.shape[2], layers, has_biases,
+                bidirectional, batch_first, train,
+            )  # fmt: skip
+            outputs.append(output)
+            last.append(tuple(after))
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if dropout != 0 and train and layer < layers - 1:
+            x = torch.dropout(x, dropout, train=True)
+    found = x.transpose(0, 1) if batch_first else x
+    return found, *(torch.stack(list(ends)) for ends in zip(*last, strict=True))
+
+
+def _zeros(like: Tensor) -> Tensor:
+    found: Tensor = torch.ops.aten.zeros.default(like.shape, dtype=like.dtype, layout=like.layout, device=like.device)
+    return found
+
+
+def _by_onednn(tensors: Sequence[Tensor]) -> bool:
+    return torch._C._get_mkldnn_enabled() and all(
+        one.device.type == "cpu" and one.dtype is torch.float32 for one in tensors
+    )
