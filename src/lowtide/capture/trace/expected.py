@@ -92,6 +92,23 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
         result._lowtide_expected = usual  # type: ignore[attr-defined]
 
 
+def fold_uniform(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
+    """``rand() < p`` for p <= 0 and ``rand() > p`` for p >= 1 are False, and so on: layer drop with probability 0."""
+    if func not in _BELOW and func not in _ABOVE:
+        return None
+    if not getattr(args[0], "_lowtide_uniform", False) or not isinstance(args[1], (int, float)):
+        return None
+    below = func in _BELOW
+    strict = func in (_ATEN.lt.Scalar, _ATEN.gt.Scalar)
+    if args[1] < 0 or (args[1] == 0 and func is _ATEN.lt.Scalar):
+        return torch.full(args[0].shape, not below)
+    if args[1] >= 1:
+        return torch.full(args[0].shape, below)
+    if args[1] == 0 and not strict and not below:
+        return torch.full(args[0].shape, True)
+    return None
+
+
 def _traced(value: Any) -> Any:
     return value.from_functional() if isinstance(value, FunctionalTensor) else value
 
