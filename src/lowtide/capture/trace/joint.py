@@ -74,9 +74,8 @@ def as_traced() -> Iterator[None]:
         if hasattr(effects, "has_effects"):
             # Checks (of a factorisation, say) stay plain operators instead of being threaded through effect tokens.
             stack.enter_context(replaced(effects, "has_effects", lambda *_: False))
-        if hasattr(
-            functorch_config, "decompose_custom_triton_ops"
-        ):  # operators made of Triton's kernels stay operators
+        if hasattr(functorch_config, "decompose_custom_triton_ops"):
+            # Operators made of Triton's kernels stay operators.
             stack.enter_context(functorch_config.patch(decompose_custom_triton_ops=False))
         stack.enter_context(wrapped(torch.fx.Node, "is_impure", _or_foreign))
         stack.enter_context(wrapped(FunctionalTensorMode, "__torch_dispatch__", _by_rules))
