@@ -21,10 +21,10 @@ from lowtide.ir import (
     schedule_from_json,
     simulate,
 )
-from lowtide.ir.parser import parse_graph, parse_schedule
 from tests.support.chains import chain_dag
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
+from tests.support.text_forms import parse_graph
 from tests.support.wide import is_wide
 
 _JUNK = [None, True, -1, 10**6, 10**30, 1.5, float("nan"), float("inf"), "x", "", [], [[]], {}, [0], [-1], "absent"]
@@ -120,36 +120,3 @@ def test_text_of_a_small_graph() -> None:
     graph, costs = parse_graph(_TEXT)
     assert costs is not None
     assert format_graph(graph, costs) == _TEXT
-    assert parse_graph("# a comment\n\n" + _TEXT)[0] == graph
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("storage s1 op=0", "storage s2 op=0", "line 4: storage s1 is due here"),
-        ("storage s1 op=0", "storage s1 op=7", "base of storage 1: 7"),
-        (" bytes=40", "", "line 4: expected 'bytes='"),
-        ("outputs %2", "outputs %9", "9 is not an index"),
-        ("aten.relu(%0)", "aten.relu(%2)", "relu reads v, which no earlier op returns"),
-        ("aten.view(%1)", "aten.view(%1", "line 11: expected"),
-        ("name=view time_ns=0", "name=view shiny time_ns=0", "line 11: 'shiny' is not expected"),
-        ("name=view time_ns=0 ", "name=view ", "line 11: time_ns= is missing"),
-        ("%2:s1 v", "%1:s1 v", "line 11: %1 is defined twice"),
-        ("inputs %0\n", "", "lacks inputs"),
-        ("backward:\n", "", "lacks forward_ops"),
-        ("graph small", "digraph small", "line 1: unknown keyword 'digraph'"),
-    ],
-)
-def test_bad_text_names_the_line(old: str, new: str, message: str) -> None:
-    assert _TEXT.count(old) >= 1
-    with pytest.raises(PlanError, match=message):
-        parse_graph(_TEXT.replace(old, new, 1))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("compute 0", "0$|has 0"), ("|\n|", "has 2"), ("compute x\n|", "line 1"), ("free 3\n|", "line 1")],
-)
-def test_bad_schedule_text(text: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        parse_schedule(text)

@@ -28,7 +28,6 @@ from lowtide.ir import (
     schedule_from_sequence,
     simulate,
 )
-from lowtide.ir.parser import parse_graph
 from lowtide.solve.moving.steps import place_transfers
 from tests.ir.lanes import run_tasks, tasks_of
 from tests.solve.brute_force_moves import memory_like
@@ -36,6 +35,7 @@ from tests.solve.small_graphs import chain
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence
+from tests.support.text_forms import parse_graph
 
 
 def _problem(collectives: set[int], times: tuple[int, ...]) -> tuple[Graph, Costs]:

@@ -26,8 +26,8 @@ from lowtide.ir import (
     load_instance,
     schedule_from_sequence,
 )
-from lowtide.ir.parser import parse_graph
 from tests.solve.small_graphs import chain
+from tests.support.text_forms import parse_graph
 
 _AGAIN = [0, 1, 2, 1, 3, 4, 5]
 

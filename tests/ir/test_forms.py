@@ -26,11 +26,11 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
-from lowtide.ir.parser import parse_graph, parse_schedule
 from lowtide.ir.serial import dag_from_json
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
 from tests.support.sequences import random_sequence
+from tests.support.text_forms import parse_graph, parse_schedule
 from tests.support.wide import seeds
 
 _DAG: dict[str, Any] = {

@@ -30,8 +30,8 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
-from lowtide.ir.parser import parse_graph, parse_schedule
 from tests.solve.small_graphs import chain
+from tests.support.text_forms import parse_graph, parse_schedule
 
 _SLOW = SecondMemory(500_000_000, 250_000_000, latency_ns=3)  # 4 bytes: 11 ns there, 19 ns back
 _STEPS: tuple[Step, ...] = (

@@ -15,11 +15,11 @@ import lowtide
 from lowtide.capture import capture
 from lowtide.errors import ScheduleError
 from lowtide.ir import Compute, Free, Schedule, check, format_schedule, simulate
-from lowtide.ir.parser import parse_schedule
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
 from lowtide.program import overwrites
 from tests.support.interpreter import Machine
 from tests.support.overwriting import without_overwriting
+from tests.support.text_forms import parse_schedule
 from tests.support.training import compare_training
 
 

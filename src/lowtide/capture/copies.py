@@ -92,9 +92,8 @@ def copy_without_data(
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
     held = [value for m in model.modules() for value in vars(m).values()]
     parts = reachable(held, lambda one: isinstance(one, (*CONTAINERS, partial)))
-    whole = [
-        one for one in parts if isinstance(one, _SHARED) or type(one) is object
-    ]  # which is told by being that one alone
+    # A plain object is told by being that one alone.
+    whole = [one for one in parts if isinstance(one, _SHARED) or type(one) is object]
     # Generators: those behind random.uniform and the like.
     for shared in (*held_tensors(model), *GENERATORS, *whole):
         memo.setdefault(id(shared), shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from lowtide.capture.trace.fake import read_values
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods
-from lowtide.capture.trace.stacked import stacked
 from lowtide.capture.trace.value_gradients import with_value_gradient
 from lowtide.capture.trace.writes import GET_GRADIENT, assigned_data, refuse_gradients
 from lowtide.errors import CaptureError
@@ -103,7 +102,7 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
                     f"the forward pass makes an array of NumPy's of a tensor ({user_source()}), whose values no plan knows. "
                     "Compute with torch, or run the model under lowtide.online."
                 )
-        made = stacked(func, args, kwargs or {})
+        made = _stacked(func, args, kwargs or {})
         made = with_value_gradient(func, args, kwargs or {}) if made is None else made
         return of_packed(func)(*args, **(kwargs or {})) if made is None else made
 
@@ -122,3 +121,19 @@ def _refuse_unregistered(given: Any) -> None:
     for one in pytree.tree_leaves(given):
         if is_distributed(one) and one.requires_grad and not isinstance(local_of(one), TRACED):
             raise unregistered(one.shape)
+
+
+def _stacked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """What ``torch.tensor([a, b, c])``, which reads each of them as Python does, makes of traced tensors without dimensions,
+    traced: without their history, on the CPU unless a device is named. ``None`` for any other call."""
+    if func is not torch.tensor or not args or not isinstance(args[0], (list, tuple)) or len(args[0]) == 0:
+        return None
+    single = [isinstance(one, torch.Tensor) and one.dim() == 0 for one in args[0]]
+    traced = [isinstance(one, (FakeTensor, FunctionalTensor)) for one in args[0]]
+    if not all(single) or not any(traced) or kwargs.get("pin_memory"):
+        return None
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    device = torch.get_default_device() if device is None else device
+    made = torch.stack([one.detach().to(device) for one in args[0]])
+    made = made if dtype is None else made.to(dtype)
+    return made.requires_grad_() if kwargs.get("requires_grad") else made

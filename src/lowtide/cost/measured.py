@@ -65,9 +65,8 @@ _VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
     "aten.multilabel_margin_loss_backward.default": (4, lambda is_target: is_target.zero_()),
 }
 _NOT_RUN = (TANGENT_TARGET, EXPECT_TARGET, *STATE_TARGETS)  # what states take to come and go is that of a second memory
-_BYTES: dict[
-    str, OperatorCost | None
-] = {}  # what operators take, by signature; ``None``: they cannot be run by themselves
+# What operators take, by signature; ``None``: they cannot be run by themselves.
+_BYTES: dict[str, OperatorCost | None] = {}
 _MOST_KNOWN = 1 << 14  # of these
 _ARGUMENT = -1  # output group of what lives in an argument's storage
 _CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError)  # raised of tensors that an operator is not made for

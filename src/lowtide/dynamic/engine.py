@@ -75,9 +75,8 @@ class Engine:
             writes += unread
         call, reads = self._recorded(operator, args, kwargs, unread)
         node = torch._C._current_autograd_node()
-        foresight = (
-            None if memory.locked else self.foresight
-        )  # contexts in each other see an operator one after the other
+        # Contexts in each other see an operator one after the other.
+        foresight = None if memory.locked else self.foresight
         if foresight is not None:
             foresight.before(operator, reads, backward=node is not None)
         superseded: list[Node] = []

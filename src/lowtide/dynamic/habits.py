@@ -26,9 +26,8 @@ _UNUSED = 256  # cycles, after which another one may have the place of a plan
 _WORSE = 2.0  # times what rebuilds took without a plan; less may be noise
 _FAR_WORSE, _NOTICED_NS = 8.0, 100_000_000  # the same in the midst of a cycle, and time that is worth it
 _MORE = 1.05  # times the room that was planned for, from which another plan is worth a search
-_SLACK = (
-    0.01  # of the room: a program may take a little more of it from step to step, for the losses that it keeps, say
-)
+# Of the room: a program may take a little more of it from step to step, for the losses that it keeps, say.
+_SLACK = 0.01
 _WATCHED = 8  # cycles after one that was not known
 
 

@@ -157,13 +157,10 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
                 return self._original(module, *args, **kwargs)
             if any(parameters):
                 root = self._known[module] = self._new_root(module, args, kwargs)
-        self._thread.inside = True
-        try:
+        with replaced(self._thread, "inside", True):
             if root is None:
                 return self._original(module, *args, **kwargs)
             return self._call(root, module, args, kwargs)
-        finally:
-            self._thread.inside = False
 
     def _new_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root:
         inner = inside_of(module)
@@ -178,11 +175,8 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         if come_and_go:
             root.outside = _COME_AND_GO
             return root
-        self._thread.inside = True
-        try:
+        with replaced(self._thread, "inside", True):
             self._found(root, inner, args, kwargs)
-        finally:
-            self._thread.inside = False
         return root
 
     def _call(self, root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

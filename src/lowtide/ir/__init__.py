@@ -3,7 +3,6 @@
 from lowtide.ir.checker import check
 from lowtide.ir.costs import Costs
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
-from lowtide.ir.parser import parse_graph, parse_schedule
 from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule, Step
 from lowtide.ir.second_memory import SecondMemory
 from lowtide.ir.sequence import (
@@ -68,8 +67,6 @@ __all__ = [
     "load_instance",
     "may_run_early",
     "needed_ops",
-    "parse_graph",
-    "parse_schedule",
     "plain_time_ns",
     "resident_bytes",
     "schedule_from_json",

@@ -41,11 +41,8 @@ from lowtide.program.program import Program, Ref
 
 Step = Generator[list[torch.Tensor], None, None]
 _FILES = itertools.count()
-_AS_IT_IS = (
-    OPTIMIZER_TARGET,
-    FETCH_STATE_TARGET,
-    SEND_GRADIENT_TARGET,
-)  # what takes a parameter as it has become meanwhile
+# What takes a parameter as it has become meanwhile.
+_AS_IT_IS = (OPTIMIZER_TARGET, FETCH_STATE_TARGET, SEND_GRADIENT_TARGET)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

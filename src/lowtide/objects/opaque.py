@@ -29,11 +29,8 @@ import numpy as np
 
 _OF_C = 1 << 8  # the flag of classes that Python code cannot change
 _COLLECTED = 1 << 14  # the flag of classes whose objects tell the garbage collector what they hold
-_VIEWS: tuple[Any, ...] = (
-    type({}.keys()),
-    type({}.values()),
-    type({}.items()),
-)  # made anew wherever they are asked for
+# Made anew wherever they are asked for.
+_VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _OF_LIBRARY: Any = type(ctypes.pythonapi.Py_IsInitialized).__mro__[1]  # functions of a shared library
 _SHOWN = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _HIDDEN = {"__class__", "__dict__", "__doc__", "__weakref__"}
@@ -70,9 +67,8 @@ def state(value: Any) -> tuple[Any, ...] | None:
         found = value.__getstate__()
         if found is not None:
             return (found,)
-    brief = (
-        _root(kind) in sys.stdlib_module_names or _root(kind) in _LIBRARIES
-    )  # others may write down all that they have
+    # Others may write down all that they have.
+    brief = _root(kind) in sys.stdlib_module_names or _root(kind) in _LIBRARIES
     made = _made_of(value) if brief else None
     return _held_by(value) if made is None else made
 

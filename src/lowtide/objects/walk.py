@@ -111,15 +111,8 @@ _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     (types.GeneratorType, _state_of_generator),
     (BaseException, lambda value: (value.args, value.__cause__, *_namespace(value))),
 )
-
-
-_WHOLE = (
-    "torch.optim.",
-    "torch.distributions.",
-    "torch.utils.data.",
-    "torch.amp.grad_scaler",
-    "threading",
-)  # objects read as what they hold
+# Objects that are read as what they hold.
+_WHOLE = ("torch.optim.", "torch.distributions.", "torch.utils.data.", "torch.amp.grad_scaler", "threading")
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -25,7 +25,7 @@ from lowtide.program.distributed.local import hooked
 from lowtide.program.distributed.sharded import is_sharded
 from lowtide.program.sizes import device_of_inputs, kept_bytes
 from lowtide.runtime.calls.differentiated import DifferentiatedAgain
-from lowtide.runtime.calls.waiting import CallsAtOnce, WaitingCalls
+from lowtide.runtime.calls.waiting import WaitingCalls
 from lowtide.runtime.online_calls import OnlineCalls
 from lowtide.runtime.parts.parts import Parts
 from lowtide.runtime.parts.submodules import can_run_in_parts
@@ -61,7 +61,7 @@ class Rematerialized(Planned):
         self._without_gradient: Counter[Signature] = Counter()  # captured, of which no result had one
         self._online: OnlineCalls | None = None
         self.differentiated = DifferentiatedAgain(type(model).__name__)
-        self._waiting, self._at_once = WaitingCalls(), CallsAtOnce(type(model).__name__, settings.in_flight)
+        self._waiting = WaitingCalls(type(model).__name__, settings.in_flight)
 
     def _begin_anew(self) -> None:
         """FSDP2 has sharded the model since, as trainers have it do: what was planned was another model."""
@@ -99,9 +99,7 @@ class Rematerialized(Planned):
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run(entry, inputs)
-        self._at_once.add(outputs)
-        if self._may_split():
-            self._waiting.add(entry.program, outputs)
+        self._waiting.add(outputs)
         return outputs
 
     def terms_from(self, states: int) -> int | None:

@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from lowtide.capture import Known
 from lowtide.capture.copies import State
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
+from lowtide.capture.trace.patches import replaced
 from lowtide.cost.room import measured_within
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import CaptureError, ExecutionError
@@ -163,14 +164,10 @@ class Planned(Programs):
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plan for calls like this one now."""
-        self._prepares = True
-        try:
-            with torch.enable_grad():
-                entry = self._entry(Sample(args, kwargs), *self._flat(args, kwargs))
-            if entry is not None and not entry.calls:
-                entry.calls = -1  # the call that is planned for comes later
-        finally:
-            self._prepares = False
+        with replaced(self, "_prepares", True), torch.enable_grad():
+            entry = self._entry(Sample(args, kwargs), *self._flat(args, kwargs))
+        if entry is not None and not entry.calls:
+            entry.calls = -1  # the call that is planned for comes later
 
     def _check(self, entry: Entry, sample: Sample) -> None:
         """Capture the call that ``entry`` is about to run for anew, and compare."""

@@ -50,12 +50,8 @@ from lowtide.program.repeating import repeats_bits
 from lowtide.program.roles import Gradient, Input, Written
 
 _ATEN = torch.ops.aten
-_ALIASES = {
-    _ATEN.detach.default,
-    _ATEN.alias.default,
-    _ATEN.lift_fresh.default,
-    _ATEN.alias_copy.default,
-}  # the last: results
+# The last: results.
+_ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default, _ATEN.alias_copy.default}
 _DROPPED = {"aten._assert_tensor_metadata.default"}
 
 
@@ -176,9 +172,8 @@ class _Walk:
         elif node.target is operator.getitem:
             container = self.value_of[first]
             self.value_of[node] = container[node.args[1]] if isinstance(container, dict) else container
-        elif (
-            node.target in _ALIASES or is_wait(node.target) or is_tangent(node) or is_whole(node)
-        ):  # tangents: as ``program.results`` has them arrive
+        elif node.target in _ALIASES or is_wait(node.target) or is_tangent(node) or is_whole(node):
+            # Tangents: as ``program.results`` has them arrive.
             self.value_of[node] = self.value_of[first]
             if is_whole(node) or is_wait(node.target):
                 self.builder.same_storage(node.meta["val"], self._value(first))

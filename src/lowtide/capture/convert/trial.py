@@ -25,19 +25,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import random
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 from torch._library import custom_ops
 from torch.utils import _pytree as pytree
 
 from lowtide.capture.python_state.code.code_names import is_trusted, named_by
+from lowtide.capture.python_state.effects import random_numbers
 from lowtide.capture.python_state.guards.external_effects import Reach
 from lowtide.capture.trace.sizes import hint, hints
 from lowtide.errors import CaptureError
@@ -124,21 +123,18 @@ class _States:
     def __init__(self, device: torch.device) -> None:
         self._generators = {one.type: generators.default_generator(one) for one in (torch.device("cpu"), device)}
         self._torch = {name: one.get_state() for name, one in self._generators.items()}
-        self._others = random.getstate(), np.random.get_state()
+        self._others = random_numbers.state()
 
     def put_back(self) -> None:
         for name, state in self._torch.items():
             self._generators[name].set_state(state)
-        random.setstate(self._others[0])
-        np.random.set_state(self._others[1])
+        random_numbers.set_state(self._others)
 
     def moved(self) -> list[str]:
         """Whose generators draw something else now."""
         names = [name for name, one in self._generators.items() if not torch.equal(one.get_state(), self._torch[name])]
-        python, numpy = self._others
-        names += ["Python"] if random.getstate() != python else []
-        now: Any = np.random.get_state()
-        return names + (["NumPy"] if str(now[2:]) != str(numpy[2:]) or (now[1] != numpy[1]).any() else [])  # type: ignore[index]
+        both = zip(("Python", "NumPy"), self._others, random_numbers.state(), strict=True)
+        return names + [name for name, then, now in both if not random_numbers.same_state((then,), (now,))]
 
 
 def _behind(target: Any) -> Reach:

@@ -22,6 +22,7 @@ from lowtide.program.roles import Gradient
 _ATEN = torch.ops.aten
 _TO_COPY = _ATEN._to_copy.default
 _ADD = _ATEN.add.Tensor
+# The user's own casts, which are not kept.
 _EXPLICIT = {
     torch.Tensor.to,
     torch.Tensor.type,
@@ -29,7 +30,7 @@ _EXPLICIT = {
     torch.Tensor.half,
     torch.Tensor.bfloat16,
     torch.Tensor.copy_,
-}  # the user's own casts, which are not kept
+}
 
 Period = Callable[[Any, Any, Any], str]
 Group = tuple[fx.Node, torch.dtype, str]

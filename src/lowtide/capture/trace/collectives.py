@@ -56,15 +56,11 @@ def _instead(name: str, functional: Callable[..., Any]) -> Callable[[Callable[..
     return wrap
 
 
-def refusing(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """A mode's dispatch that refuses what communicates otherwise: it would run while it is traced, and with other ranks."""
-
-    def refuse(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d":
-            raise CaptureError(
-                f"the model communicates by {func}, which is known to no program. Call {', '.join(_FUNCTIONAL)} as "
-                "attributes of torch.distributed, or use torch.distributed._functional_collectives."
-            )
-        return dispatch(mode, func, types, args, kwargs)
-
-    return refuse
+def refuse_others(_mode: Any, func: Any, _args: Any, _kwargs: Any) -> Any:
+    """Refuses what communicates otherwise: it would run while it is traced, and with other ranks."""
+    if isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d":
+        raise CaptureError(
+            f"the model communicates by {func}, which is known to no program. Call {', '.join(_FUNCTIONAL)} as attributes of "
+            "torch.distributed, or use torch.distributed._functional_collectives."
+        )
+    return NotImplemented

@@ -10,13 +10,12 @@ another program.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.program.foreign import CHECKS
 
@@ -92,8 +91,21 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
         result._lowtide_expected = usual  # type: ignore[attr-defined]
 
 
-def _traced(value: Any) -> Any:
-    return value.from_functional() if isinstance(value, FunctionalTensor) else value
+def fold_uniform(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
+    """``rand() < p`` for p <= 0 and ``rand() > p`` for p >= 1 are False, and so on: layer drop with probability 0."""
+    if func not in _BELOW and func not in _ABOVE:
+        return None
+    if not getattr(args[0], "_lowtide_uniform", False) or not isinstance(args[1], (int, float)):
+        return None
+    below = func in _BELOW
+    strict = func in (_ATEN.lt.Scalar, _ATEN.gt.Scalar)
+    if args[1] < 0 or (args[1] == 0 and func is _ATEN.lt.Scalar):
+        return torch.full(args[0].shape, not below)
+    if args[1] >= 1:
+        return torch.full(args[0].shape, below)
+    if args[1] == 0 and not strict and not below:
+        return torch.full(args[0].shape, True)
+    return None
 
 
 def all_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -103,24 +115,18 @@ def all_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool(_ATEN._local_scalar_dense.default(COMPARISONS[func](*args, **kwargs).all()))
 
 
-def expecting(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """The functional mode's dispatch, which answers code that asks for a value by what it usually is, and has the program look
-    at it."""
-
-    @functools.wraps(dispatch)
-    def run(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in COMPARISONS and any(isinstance(one, FunctionalTensor) for one in args[:2]):
-            with self:
-                return all_of(func, args, kwargs or {})
-        if func in QUESTIONS and isinstance(args[0], FunctionalTensor):
-            fake = _traced(args[0])
-            if isinstance(fake, FakeTensor) and not hasattr(fake, "_lowtide_known"):
-                expectations: Expectations = fake.fake_mode.expectations  # type: ignore[attr-defined]
-                answer = expectations.next_answer(fake)
-                if answer is not None:
-                    with self:
-                        EXPECT(args[0], answer, len(expectations.answers) - 1)
-                    return answer
-        return dispatch(self, func, types, args, kwargs)
-
-    return run
+def as_expected(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Answers code that asks for a value by what it usually is, and has the program look at it."""
+    if func in COMPARISONS and any(isinstance(one, FunctionalTensor) for one in args[:2]):
+        with mode:
+            return all_of(func, args, kwargs)
+    if func in QUESTIONS and isinstance(args[0], FunctionalTensor):
+        fake = args[0].from_functional()
+        if isinstance(fake, FakeTensor) and not hasattr(fake, "_lowtide_known"):
+            expectations: Expectations = fake.fake_mode.expectations  # type: ignore[attr-defined]
+            answer = expectations.next_answer(fake)
+            if answer is not None:
+                with mode:
+                    EXPECT(args[0], answer, len(expectations.answers) - 1)
+                return answer
+    return NotImplemented

@@ -31,8 +31,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture.trace import fake_kernels as fakes
-from lowtide.capture.trace.expected import COMPARISONS, QUESTIONS, Expectations, all_of, note_expected
-from lowtide.capture.trace.layer_drop import fold_uniform
+from lowtide.capture.trace.expected import COMPARISONS, QUESTIONS, Expectations, all_of, fold_uniform, note_expected
 from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, tensors_among, with_strides
 from lowtide.capture.trace.sizes import SYMBOLIC, SymbolicSizes, hashable, hint
@@ -43,7 +42,6 @@ from lowtide.program.source import user_source
 _ATEN = torch.ops.aten
 _MAXIMUM_ELEMENTS = 1 << 24
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-# Comparisons of a number drawn uniformly from [0, 1) with a threshold outside of it have only one answer.
 
 
 class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]

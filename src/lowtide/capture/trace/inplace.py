@@ -8,7 +8,7 @@ GRU) the functional form makes rows that are not, and a function that takes some
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,29 +45,21 @@ _EXACT = {  # however many elements a kernel takes at a time
 _CONCERNED = _COPIED_BACK | {_ATEN.masked_fill_, _ATEN.bernoulli_}
 
 
-def keeping_layouts(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """``FunctionalTensorMode.__torch_dispatch__``, with these operators replaced."""
-
-    def run(mode: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        packet, kwargs = getattr(func, "overloadpacket", None), kwargs or {}
-        if packet is not None and _is_apart(func, args):
-            return _in_rows(func, args, kwargs, mode)
-        if packet not in _CONCERNED or not _is_reordered(args[0]):
-            return dispatch(mode, func, types, args, kwargs)
+def keeping_layouts(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs these operators under the functional ``mode``."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet is not None and _is_apart(func, args):
+        return _in_rows(func, args, kwargs, mode)
+    if packet not in _CONCERNED or not _is_reordered(args[0]):
+        return NotImplemented
+    with mode:
         if packet is _ATEN.bernoulli_:
             if is_empty(torch._from_functional_tensor(args[0].elem)):  # see targets.bernoulli
-                return dispatch(mode, func, types, args, kwargs)
-            with mode:
-                empty = torch.empty_like(args[0])
-            filled = dispatch(mode, func, types, (empty, *args[1:]), kwargs)
-            with mode:
-                return args[0].copy_(filled)
-        with mode:
-            if packet is _ATEN.masked_fill_:
-                return _in_memory_order(func, args, kwargs)
-            return args[0].copy_(_functional(func)(*args, **kwargs))
-
-    return run
+                return NotImplemented
+            return args[0].copy_(func(torch.empty_like(args[0]), *args[1:], **kwargs))
+        if packet is _ATEN.masked_fill_:
+            return _in_memory_order(func, args, kwargs)
+        return args[0].copy_(_functional(func)(*args, **kwargs))
 
 
 def _is_apart(func: Any, args: Sequence[Any]) -> bool:

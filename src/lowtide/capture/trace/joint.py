@@ -22,7 +22,7 @@ from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace import collectives
-from lowtide.capture.trace.expected import expecting
+from lowtide.capture.trace.expected import as_expected
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.capture.trace.recorder import recording
@@ -51,6 +51,23 @@ def _or_foreign(is_impure: Callable[..., bool]) -> Callable[..., bool]:
     return lambda node, *args, **kwargs: is_foreign(node.target) or is_impure(node, *args, **kwargs)
 
 
+# Each takes a functional mode and a call, and returns ``NotImplemented`` where it has nothing to say of that.
+_RULES = (as_expected, collectives.refuse_others, through_twins, keeping_layouts)
+
+
+def _by_rules(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """``FunctionalTensorMode.__torch_dispatch__``, where no rule says otherwise."""
+
+    def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for rule in _RULES:
+            result = rule(mode, func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+        return dispatch(mode, func, types, args, kwargs)
+
+    return run
+
+
 @contextlib.contextmanager
 def as_traced() -> Iterator[None]:
     """Inside, operators are eager's and in-place ones keep layouts, collectives are functional, random operators leave the
@@ -59,13 +76,11 @@ def as_traced() -> Iterator[None]:
         if hasattr(effects, "has_effects"):
             # Checks (of a factorisation, say) stay plain operators instead of being threaded through effect tokens.
             stack.enter_context(replaced(effects, "has_effects", lambda *_: False))
-        if hasattr(
-            functorch_config, "decompose_custom_triton_ops"
-        ):  # operators made of Triton's kernels stay operators
+        if hasattr(functorch_config, "decompose_custom_triton_ops"):
+            # Operators made of Triton's kernels stay operators.
             stack.enter_context(functorch_config.patch(decompose_custom_triton_ops=False))
         stack.enter_context(wrapped(torch.fx.Node, "is_impure", _or_foreign))
-        for replacing in (keeping_layouts, through_twins, collectives.refusing, expecting):
-            stack.enter_context(wrapped(FunctionalTensorMode, "__torch_dispatch__", replacing))
+        stack.enter_context(wrapped(FunctionalTensorMode, "__torch_dispatch__", _by_rules))
         stack.enter_context(collectives.functional())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         ranges = torch.autograd.profiler.record_function

@@ -20,21 +20,12 @@ from lowtide.program.foreign import is_foreign
 
 _LIBRARY = torch.library.Library("lowtide", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TWINS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-Dispatch = Callable[..., Any]
 
 
-def through_twins(dispatch: Dispatch) -> Dispatch:
-    """``FunctionalTensorMode.__torch_dispatch__``, with these operators replaced."""
-
-    def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_foreign(func) or not func._schema.is_mutable or func.namespace == "lowtide":
-            return dispatch(mode, func, types, args, kwargs)
-        return _functionally(mode, func, args, kwargs or {})
-
-    return run
-
-
-def _functionally(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+def through_twins(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs these operators under the functional ``mode``."""
+    if not is_foreign(func) or not func._schema.is_mutable or func.namespace == "lowtide":
+        return NotImplemented
     written = _written(func, args, kwargs)
     memory = [one.untyped_storage()._cdata for one in written]
     if len({*memory}) < len(memory):

@@ -343,8 +343,7 @@ def _unpacked(shard: Any, part: torch.Tensor, ranks: int) -> torch.Tensor:
         part = part.contiguous().view(dtype)
     dim = shard.fsdp_placement.dim
     if dim == 0:
-        return part.clone(memory_format=torch.contiguous_format).view(
-            -1
-        )  # of shards of one element, ``reshape`` is a view
+        # Of shards of one element, ``reshape`` is a view.
+        return part.clone(memory_format=torch.contiguous_format).view(-1)
     chunks = [row.view(shard.padded_sharded_param_size) for row in part]
     return torch.cat(chunks, dim=dim).view(-1)

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
+from lowtide.capture.python_state.code.code_names import codes, parts_of
 from lowtide.objects import structure
 
 _LOG = logging.getLogger(__name__)
 _NAME = "create_graph"
+_DEFINED = (types.FunctionType, classmethod, staticmethod, property)
 WHY = f"backward passes through it are differentiated again ({_NAME}=True), which those of a planned program cannot be"
 
 
@@ -90,12 +92,8 @@ def is_named(frame: types.FrameType | None, within: types.CodeType | None = None
 
 def _says(code: types.CodeType) -> bool:
     """Names of keyword arguments lie in a tuple among the constants."""
-    for constant in code.co_consts:
-        if constant == _NAME or (isinstance(constant, tuple) and _NAME in constant):
-            return True
-        if isinstance(constant, types.CodeType) and _says(constant):
-            return True
-    return False
+    constants = (constant for part in codes(code) for constant in part.co_consts)
+    return any(constant == _NAME or (isinstance(constant, tuple) and _NAME in constant) for constant in constants)
 
 
 def _functions(module: Mapping[str, Any]) -> Iterator[types.FunctionType]:
@@ -103,13 +101,6 @@ def _functions(module: Mapping[str, Any]) -> Iterator[types.FunctionType]:
     name = module.get("__name__")
     for value in list(module.values()):
         defined = vars(value).values() if isinstance(value, type) and value.__module__ == name else (value,)
-        for each in map(_unwrapped, list(defined)):
+        for (each,) in map(parts_of, [one for one in defined if isinstance(one, _DEFINED)]):
             if isinstance(each, types.FunctionType) and each.__module__ == name:
                 yield each
-
-
-def _unwrapped(value: Any) -> Any:
-    """The function of a method or a property."""
-    if isinstance(value, (classmethod, staticmethod)):
-        return value.__func__
-    return value.fget if isinstance(value, property) else value

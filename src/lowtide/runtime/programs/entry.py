@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.programs.modes import fixed_modes, modes_as, modes_of
 from lowtide.runtime.programs.placed import lowered
+from lowtide.runtime.updates.optimizer import UpdatingOptimizer
+from lowtide.settings import Settings
 
 Signature = tuple[Any, ...]
 _MOST_SCHEDULES = 8  # that are offered to siblings
@@ -164,6 +166,22 @@ class Entry:
         """Whether it is for a call whose first checks of values go like this."""
         goes = self.captured.contract.conditions.go(expected)
         return goes and any(one.hold(modules, inputs, {}) for one in self.conditions)
+
+
+class Owner(Protocol):
+    """The programs of a model, by the signature of their calls (``programs.Programs``). Plans are made as ``settings`` say at
+    that time. ``shares_budget``: with others, so that it cannot be lowered for them alone."""
+
+    settings: Settings
+    entries: dict[Signature, list[Entry]]
+    optimizer: UpdatingOptimizer | None
+    shares_budget: bool
+
+    @property
+    def model(self) -> nn.Module: ...
+    def plan_anew(self) -> None: ...
+    def begin_anew(self) -> None: ...
+    def improve(self, entry: Entry) -> None: ...
 
 
 def new_call(model: nn.Module, inputs: list[torch.Tensor], states: int, known: Entry | None) -> str:

@@ -6,16 +6,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-from torch import nn
 
 from lowtide.capture.copies import model_state
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
+from lowtide.capture.trace.patches import replaced
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.pipeline import FIRST_PLANNER, Finish
 from lowtide.planning import Plan
 from lowtide.program import Program
+from lowtide.runtime.programs.entry import Owner
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 from lowtide.settings import Settings, searches
 from lowtide.sharing.agreement import several_processes
@@ -23,17 +22,6 @@ from lowtide.sharing.agreement import several_processes
 _CHEAP = 0.02  # overhead of a plan, up to which no state moves for less
 _SHARES = (0.0, 1.0, 0.5)  # of the bytes of states, that move
 Planned = Callable[[Finish], tuple[Program, Plan]]
-
-
-class Owner(Protocol):
-    """The programs of a model, by their calls. Plans are made as ``settings`` say at that time."""
-
-    settings: Settings
-    entries: dict[Any, Any]
-    optimizer: UpdatingOptimizer | None
-
-    @property
-    def model(self) -> nn.Module: ...
 
 
 def with_updates(owner: Owner, program: Program, updated: Sequence[int], share: float | None = None) -> Program:
@@ -122,11 +110,8 @@ def _planned(
     owner: Owner, settings: Settings, updated: Sequence[int], planned: Planned, share: float
 ) -> tuple[Program, Plan]:
     """What ``planned`` finds as ``settings`` say, with ``share`` of the states in the second memory."""
-    given, owner.settings = owner.settings, settings
-    try:
+    with replaced(owner, "settings", settings):
         return planned(lambda program: with_updates(owner, program, updated, share))
-    finally:
-        owner.settings = given
 
 
 def _share(optimizer: UpdatingOptimizer) -> float:

@@ -11,15 +11,14 @@ import dataclasses
 import enum
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
-from torch import nn
-
+from lowtide.capture.trace.patches import replaced
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.pipeline import FIRST_PLANNER
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.tangents import tangent_bytes, with_own_tangents
+from lowtide.runtime.programs.entry import Owner
 from lowtide.runtime.programs.fitting import Planned
 from lowtide.settings import Settings, searches
 from lowtide.sharing.agreement import several_processes
@@ -30,17 +29,6 @@ _CHEAP = 0.02  # overhead of a plan, up to which nothing is let go of for less
 _LEAST_SHARE = 0.1  # of the budget, that is let go of
 
 Found = tuple[Program, Plan]
-
-
-class Owner(Protocol):
-    """The programs of a model. Plans are made as ``settings`` say at that time."""
-
-    settings: Settings
-    shares_budget: bool
-
-    @property
-    def model(self) -> nn.Module: ...
-    def plan_anew(self) -> None: ...
 
 
 class _Now(enum.Enum):
@@ -125,11 +113,8 @@ class Owning:
 
     def _as(self, settings: Settings, fit: Callable[[], Found]) -> Found:
         """What is found as ``settings`` say."""
-        given, self._owner.settings = self._owner.settings, settings
-        try:
+        with replaced(self._owner, "settings", settings):
             return fit()
-        finally:
-            self._owner.settings = given
 
 
 def is_worth_owning(program: Program, settings: Settings, planned: Callable[[Settings], Plan]) -> bool:

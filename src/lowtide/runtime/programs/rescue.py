@@ -20,7 +20,6 @@ from collections.abc import Collection
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from lowtide.device import interface_of
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
@@ -33,9 +32,8 @@ from lowtide.planning import Plan
 from lowtide.program import Program, targets
 from lowtide.program.distributed.sharded import is_sharded
 from lowtide.program.sizes import program_device
-from lowtide.runtime.programs.entry import Entry, Signature
+from lowtide.runtime.programs.entry import Entry, Owner
 from lowtide.runtime.programs.placed import lowered as lowered_by
-from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
 from lowtide.units import BYTE_UNITS, format_bytes, format_percent
 
@@ -49,19 +47,6 @@ _ADVICE = "Lower budget= by what is missing, make the batch smaller, or free wha
 _OURS = (targets.update, targets.keep_value, targets.tangent, targets.expect)  # effects that are known
 
 Term = tuple[int, int]
-
-
-class Owner(Protocol):
-    """The programs of a model. ``shares_budget``: with others, so that it cannot be lowered for them alone."""
-
-    settings: Settings
-    entries: dict[Signature, list[Entry]]
-    shares_budget: bool
-
-    @property
-    def model(self) -> nn.Module: ...
-    def begin_anew(self) -> None: ...
-    def improve(self, entry: Entry) -> None: ...
 
 
 class RunningCall(Protocol):

@@ -26,12 +26,8 @@ from lowtide.solve.problem import Problem
 from lowtide.solve.threads import in_threads
 
 _NOMINAL = (0.85, 1.0, 1.05, 1.1, 1.2, 1.3)  # budgets that the program is asked for, as it counts bytes another way
-_LINKS = (
-    1.0,
-    0.3,
-    0.1,
-    1e-9,
-)  # parts of the link that the program is told of: what is good on a slow one is on a quick one
+# Parts of the link that the program is told of: what is good on a slow one is on a quick one.
+_LINKS = (1.0, 0.3, 0.1, 1e-9)
 _BLOCKS, _BUNDLES, _PART_NODES, _BLOCK_NODES = 32, 24, 12, 60
 _OPTIONS, _SLOTS = 12, 300
 

@@ -36,9 +36,8 @@ _OF_OBJECTS = ("attribute", "slot", "class")
 def changed(reads: Reads) -> list[Read]:
     """Of what one run read, what it left otherwise."""
     before = Contents(reads.contents)
-    some = (
-        read for read in reads.values.values() if type(read.owner) is not Results
-    )  # which are cleared for a capture's sake
+    # Results of caches are cleared for a capture's sake.
+    some = (read for read in reads.values.values() if type(read.owner) is not Results)
     return [read for read in some if not before.same(read.value, current(*read[:3]))]
 
 
@@ -188,7 +187,6 @@ def _fill(holder: Any, items: Sequence[Any]) -> None:
     elif isinstance(holder, io.IOBase) and isinstance(items[1], int):
         holder.seek(items[1])
     elif isinstance(holder, (bytearray, array.array, np.ndarray)):
-        with contextlib.suppress(
-            StopIteration, TypeError, ValueError
-        ):  # where it has another length, or cannot be written
+        # Where it has another length, or cannot be written, it stays as it is.
+        with contextlib.suppress(StopIteration, TypeError, ValueError):
             memoryview(cast(Any, holder)).cast("B")[:] = next(item for item in items if isinstance(item, bytes))

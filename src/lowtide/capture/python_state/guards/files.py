@@ -21,15 +21,8 @@ _CODE = (".pyc", ".so", ".pyd", ".dll")
 _ELSEWHERE = ("subprocess.Popen", "sqlite3.connect", "socket.connect")
 _READING = ("open", "os.listdir", "os.scandir", *_ELSEWHERE)  # events
 _SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
-_WHETHER = {
-    "exists",
-    "isfile",
-    "isdir",
-    "is_file",
-    "is_dir",
-    "islink",
-    "is_symlink",
-}  # functions that ask whether something is there
+# Functions that ask whether something is there.
+_WHETHER = {"exists", "isfile", "isdir", "is_file", "is_dir", "islink", "is_symlink"}
 _watching = threading.local()
 
 
