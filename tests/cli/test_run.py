@@ -103,6 +103,32 @@ def test_several_roots_of_a_module(
     assert caplog.text.count("Scale runs without a plan") == 1
 
 
+def test_models_that_are_called_before_they_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plans are of what trains, within a percentage of what that takes."""
+    expected = _alone(["probed.py", "1024"], monkeypatch, capsys)
+    code, summary = _run(["--budget", "75%"], ["probed.py", "1024"], tmp_path)
+    assert code == 0
+    assert capsys.readouterr().out == expected
+    assert [model["model"] for model in summary["models"]] == ["Sequential", "Lazy", "Probed"]
+    for name in ("Lazy", "Probed"):
+        model = _model(summary, name)
+        assert model["planned_calls"] == model["calls"] - 1 == 3
+        assert model["planned_peak_bytes"] <= model["budget_bytes"]
+        assert model["measured_peak_bytes"] <= 1.1 * model["budget_bytes"]
+    assert _model(summary, "Sequential")["outside"] == "it is part of Probed"
+
+
+def test_a_percentage_that_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ends the script where it trains, if its model is not tiny."""
+    monkeypatch.setattr(roots, "SMALL_BYTES", 1 << 10)
+    assert main(["run", "--budget", "50%", "probed.py", "1"]) == 3
+    said = capsys.readouterr()
+    assert "torch.Size([1, 1])" in said.out and "0x" not in said.out
+    assert "the smallest budget it can meet is" in said.err
+
+
 @pytest.mark.parametrize(("script", "module"), [("trainer", "transformers"), ("lightning", "pytorch_lightning")])
 @pytest.mark.filterwarnings(*IGNORED)
 def test_trainers(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import lowtide
 from tests.fuzz.changed import Computes, Thing, rows
@@ -224,6 +225,21 @@ def test_a_module_by_a_variable_alone_is_planned() -> None:
     _MODEL[:] = [model.blocks[0]]
     lowtide.rematerialize(model, (rows(), None), budget="100%", planner="keep-all", on_capture_error="error")
     assert torch.equal(model(rows(), None), _Blocks.forward(model, rows(), None))
+
+
+class _Square(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() if weight.shape[0] == weight.shape[1] else weight * 2
+
+
+def test_a_parametrized_layer_is_planned_where_code_compares() -> None:
+    """Whose property closes over the layer itself, of which it takes the ``id``."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    for layer in (model[0], model[2]):
+        parametrize.register_parametrization(layer, "weight", _Square())
+    expected = model(rows())
+    lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
+    assert torch.equal(model(rows()), expected)
 
 
 class _Policy:

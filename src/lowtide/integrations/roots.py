@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,12 +19,15 @@ from torch import nn
 from torch._dynamo import utils
 from torch._dynamo.decorators import skip
 from torch._dynamo.variables import nn_module
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.api import restore, runtime_of
 from lowtide.capture.trace.patches import replaced
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
 from lowtide.memory.allocators import PeakWindow, meter_of
+from lowtide.objects import structure
 from lowtide.planning import Plan
 from lowtide.runtime.calls.differentiated import WHY
 from lowtide.runtime.model import Rematerialized
@@ -32,6 +35,7 @@ from lowtide.runtime.parts.submodules import is_one_operator
 from lowtide.runtime.transforms import is_transformed
 
 _Call = Callable[..., Any]
+SMALL_BYTES = 1 << 20  # a pass below this is not worth an error
 _MOST_GONE = 16  # models of one class that were found and are no more
 _COME_AND_GO = "models of this class come and go, and a plan for each would take longer than it lasts"
 
@@ -40,7 +44,8 @@ class Root:
     """What is known of a trained ``module``, of class ``kind``. ``outside``: why it runs without a plan, or empty.
 
     ``plan`` is the one of the largest pass so far and ``plans`` how many there are; ``measured_bytes`` the highest peak of a
-    pass in which it was called once and no plan was made, where the memory is the CPU's.
+    pass in which it was called once and no plan was made, where the memory is the CPU's. ``too_small``: the error of a budget
+    in percent of a pass with ``tried_bytes`` of arguments, which may do for a larger one: parameters weigh less there.
     """
 
     def __init__(self, module: nn.Module, number: int, compiled: bool) -> None:
@@ -49,11 +54,17 @@ class Root:
         self.name = self.kind if number == 1 else f"{self.kind} ({number})"
         self.compiled = compiled
         self.outside = ""
+        self.too_small: InfeasibleBudgetError | None = None
+        self.asked = self.tried_bytes = 0
         self.calls = self.planned_calls = self.plans = 0
         self.plan: Plan | None = None
         self.measured_bytes: int | None = None
         self.in_parts = ""  # into how many a model was taken apart, and why
         self._ran = 0
+
+    def may_do_now(self, arguments: Any) -> bool:
+        """Whether the budget was too small so far, and this is a much larger pass."""
+        return self.too_small is not None and bytes_of(arguments) >= 2 * self.tried_bytes
 
     def note(self, runtime: Rematerialized | None) -> None:
         """What the latest call ran, by the planned forward that the module has."""
@@ -152,10 +163,10 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         if root is None:
             if torch._C._current_graph_task_id() != -1:  # activation checkpointing calls it, in a backward pass
                 return self._original(module, *args, **kwargs)
-            parameters = [parameter.requires_grad for parameter in module.parameters()]
+            parameters = list(module.parameters())
             if not parameters or is_wrapper(module) or torch.compiler.is_compiling() or is_transformed():
                 return self._original(module, *args, **kwargs)
-            if any(parameters):
+            if any(parameter.requires_grad for parameter in parameters) and not _is_none_yet(module, parameters):
                 root = self._known[module] = self._new_root(module, args, kwargs)
         with replaced(self._thread, "inside", True):
             if root is None:
@@ -176,13 +187,32 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
             root.outside = _COME_AND_GO
             return root
         with replaced(self._thread, "inside", True):
-            self._found(root, inner, args, kwargs)
+            self._find(root, inner, args, kwargs)
         return root
+
+    def _find(self, root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        root.asked, root.outside, root.too_small = root.asked + 1, "", None
+        root.tried_bytes = bytes_of((args, kwargs))
+        self._take_over(root, module)
+        self._found(root, module, args, kwargs)
+
+    def _take_over(self, root: Root, module: nn.Module) -> None:
+        """Of models in a new root that were called by themselves before (to ask for the shape of what they return, say) the
+        plans end: they run as parts of it from now on."""
+        inside = set(map(id, module.modules()))
+        for other in self.roots:
+            inner = other.module()
+            if other is not root and id(inner) in inside and inner is not None and runtime_of(inner) is not None:
+                with refused(other):
+                    restore(inner)
+                    other.outside = f"it is part of {root.name}"
 
     def _call(self, root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inner = inside_of(module)
         self._begin_pass(inner)
         self._in_pass.append(root)
+        if root.may_do_now((args, kwargs)):
+            self._find(root, inner, args, kwargs)
         if not root.outside:
             try:
                 result = inner._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -202,10 +232,13 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
             self._window, self._plans_before = PeakWindow(meter), self._plans()
 
     def _plans(self) -> int:
-        return sum(root.plans + bool(root.outside) for root in self.roots)
+        return sum(root.asked + root.plans + bool(root.outside) for root in self.roots)
 
     def _backward(self, original: _Call) -> _Call:
         def backward(*args: Any, **kwargs: Any) -> Any:
+            for root in self._in_pass:
+                if root.too_small is not None and root.too_small.minimum_bytes >= SMALL_BYTES:
+                    raise root.too_small
             result = original(*args, **kwargs)
             if self._in_pass:
                 self._end_pass(counts=True)
@@ -225,6 +258,16 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
             self.peak_bytes = max(self.peak_bytes, peak)
             if len(called) == 1:
                 called[0].measured_bytes = max(called[0].measured_bytes or 0, peak)
+
+
+def _is_none_yet(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether a call only makes something of a model: the weight of a layer, or parameters that have no shape so far."""
+    return isinstance(module, ParametrizationList) or any(map(is_lazy, parameters))
+
+
+def bytes_of(arguments: Any) -> int:
+    """Of all tensors among the arguments of a call."""
+    return sum(tensor.nbytes for tensor in structure.flatten(arguments)[0])
 
 
 def inside_of(module: nn.Module) -> nn.Module:

@@ -17,11 +17,10 @@ from lowtide.api import plans, rematerialize
 from lowtide.budget import is_percentage
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.integrations import roots
-from lowtide.integrations.roots import Root, Roots, not_planned, refused
+from lowtide.integrations.roots import SMALL_BYTES, Root, Roots, not_planned, refused
 from lowtide.units import format_bytes, format_percent
 
 INTERRUPTED = 130
-_SMALL_BYTES = 1 << 20  # a pass below this is not worth an error
 _OURS = (__file__, roots.__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -83,8 +82,9 @@ def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None
 def planned_roots(settings: Mapping[str, Any], skip: Collection[str], say: Callable[[str], None]) -> Roots:
     """Inside, what a script trains is rematerialized with these ``settings``, at its first call; what cannot be runs as it is.
 
-    ``skip``: names of classes to leave alone. ``say`` is told once of each model what becomes of it. A budget that is too small
-    for one is the script's ``InfeasibleBudgetError``.
+    ``skip``: names of classes to leave alone. ``say`` is told of each model what becomes of it. A budget that is too small for
+    one is the script's ``InfeasibleBudgetError``: one in percent where a backward pass begins, since the call may only ask for
+    shapes.
     """
 
     def found(root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -113,12 +113,13 @@ def _plan(
         with refused(root):
             rematerialize(module, args, kwargs, **{**settings, "compiler": compiler})
     except InfeasibleBudgetError as error:
-        if is_percentage(settings["budget"]) and error.minimum_bytes < _SMALL_BYTES:
-            least, budget = format_bytes(error.minimum_bytes), settings["budget"]
-            root.outside = f"it needs {least}, which is more than {budget} of its pass, but little"
-            return
         text = f"{root.name}: {error} (lowtide run --skip {type(module).__name__} leaves this model alone)"
-        raise dataclasses.replace(error, message=text) from None
+        told = dataclasses.replace(error, message=text)
+        if not is_percentage(settings["budget"]):
+            raise told from None
+        root.too_small = told
+        least, little = format_bytes(error.minimum_bytes), error.minimum_bytes < SMALL_BYTES
+        root.outside = f"it needs {least}, which is more than {settings['budget']} of its pass{', but little' * little}"
 
 
 def facts(root: Root) -> dict[str, Any]:

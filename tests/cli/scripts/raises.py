@@ -8,10 +8,6 @@ model(torch.randn(8, 16)).sum().backward()
 
 
 class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = model
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise ValueError("the script's own")
 

@@ -134,13 +134,14 @@ def full_name(value: Any) -> str:
 
 
 def variables_of(function: types.FunctionType) -> Iterator[Named]:
-    """The variables that a function reads when it runs, and its defaults. Of an installed one, only what it closes over
-    and asks for."""
-    where = full_name(function)
+    """The variables that a function reads when it runs, and its defaults. Of an installed one, only what it closes over,
+    for more than its ``id``, and asks for."""
+    where, installed = full_name(function), is_installed(function.__code__.co_filename)
+    unread = {"__class__"} | (_only_identified(function.__code__) if installed else frozenset())
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if name != "__class__":
+        if name not in unread:
             yield Named("cell", cell, name, f"{name} in {where}")
-    if is_installed(function.__code__.co_filename):
+    if installed:
         yield from asked_by(function)
         return
     for name in ("__code__", "__defaults__", "__kwdefaults__"):
@@ -155,6 +156,19 @@ def variables_of(function: types.FunctionType) -> Iterator[Named]:
     for name in sorted(names.modules.union(_found_by_name(function))):
         yield Named("item", sys.modules, name, f"the module {name}")
     yield from asked_under(names.all)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _only_identified(code: types.CodeType) -> frozenset[str]:
+    """Variables around code of which it only takes the ``id``, as the key of a cache, say."""
+    parts = [[item for item in dis.get_instructions(part) if item.opname != "CACHE"] for part in codes(code)]
+    loads = [
+        (item.argval, before.opname in _GLOBAL and before.argval == "id" and "CALL" in after.opname and after.arg == 1)
+        for part in parts
+        for before, item, after in zip(part, part[1:], part[2:], strict=False)
+        if item.opname == "LOAD_DEREF"
+    ]
+    return frozenset(name for name, _ in loads) - {name for name, identified in loads if not identified}
 
 
 def value_in(copied: types.FunctionType, variable: Named, value: Any) -> Any:
