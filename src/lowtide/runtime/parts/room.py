@@ -55,9 +55,9 @@ class Measuring:
             return {entry: Member(entry.program, program_costs(entry.program)) for entry in found}
 
 
-def plan_in_room(member: Member, settings: Settings, room: int, fraction: float) -> Plan:
+def plan_in_room(member: Member, settings: Settings, room: int, fraction: float, known: Plan | None = None) -> Plan:
     """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
-    that cannot be. Raises ``InfeasibleBudgetError``."""
+    that cannot be: then one that is ``known`` to be within them. Raises ``InfeasibleBudgetError``."""
     quick = FIRST_PLANNER if searches(settings.planner) else settings.planner
     asked = dataclasses.replace(settings, budget=room, total_budget=None, reserve=0, planning="wait", planner=quick)
 
@@ -65,11 +65,12 @@ def plan_in_room(member: Member, settings: Settings, room: int, fraction: float)
         given = dataclasses.replace(asked, between_bytes=between)
         return as_alone(make_program_plan(member.program, given, costs=member.costs), member)
 
-    most = between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
-    while between:
+    between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
+    if between:
         try:
             return planned(between)
         except InfeasibleBudgetError as error:
-            missing = error.minimum_bytes - room
-            between = between - missing if between == most and missing < between / 2 else 0
-    return planned(0)
+            near = None if error.plan is None else as_alone(error.plan, member)  # saves a little more than that
+        if near is not None and near.peak_bytes <= room:
+            return dataclasses.replace(near, budget_bytes=room)
+    return planned(0) if known is None else as_alone(known, member)

@@ -42,7 +42,7 @@ from lowtide.runtime.parts.step_record import Gap, StepRecord
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry
 from lowtide.settings import Settings, searches
-from lowtide.sharing import Constraint, Footprint, Member, choose, peak_bytes, sequential_constraints
+from lowtide.sharing import Constraint, Footprint, Member, Plans, choose, peak_bytes, sequential_constraints
 from lowtide.sharing.assignment import plan_alone, saved_fraction
 
 _LOG = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class SharedBudget:
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self.between = HeldBetween()
-        self._measuring = Measuring()
+        self._measuring, self._found = Measuring(), (Plans(), Plans())  # by the planner, and by its quick form
         self._known: dict[Entry, tuple[Member, Footprint]] = {}  # what each takes by its plan
         # Told of the end of a backward pass; in a call that says when it begins; in a backward pass that graphs run in.
         self._ending = self._within = self._nested = False
@@ -256,7 +256,7 @@ class SharedBudget:
                 self.what.removesuffix("s"), room.number, error.minimum_bytes, room.bytes,
             )  # fmt: skip
             self.exceeded = True
-            plan = plan_in_room(own, self.settings, error.minimum_bytes, 0.0)
+            plan = plan_in_room(own, self.settings, error.minimum_bytes, 0.0, known=error.plan)
         self._first_plans = self._first_plans or (plan.overhead > 0 and searches(self.settings.planner))
         return plan
 
@@ -316,7 +316,7 @@ class SharedBudget:
         given = dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
         planning, quick = share_planners(given, brief=self.brief)
         try:
-            chosen = choose([*members.values()], constraints, budget, planning, quick)
+            chosen = choose([*members.values()], constraints, budget, planning, quick, self._found)
             self._met = True
         except InfeasibleBudgetError as error:
             if self.give_way is not None and self.give_way(error.minimum_bytes - budget):
@@ -332,7 +332,7 @@ class SharedBudget:
             if nothing_planned:
                 return
             self.granted_bytes = error.minimum_bytes
-            chosen = choose([*members.values()], constraints, error.minimum_bytes, planning, quick)
+            chosen = choose([*members.values()], constraints, error.minimum_bytes, planning, quick, self._found)
         self.fraction = saved_fraction([one.footprint for one in chosen], [*members.values()])
         self.record.exchange(dict(zip(entries, map(plan_alone, chosen, members.values()), strict=True)))
 
