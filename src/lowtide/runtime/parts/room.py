@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
+
+import torch
 
 from lowtide.cost.room import measured_in_bytes, measured_within
 from lowtide.errors import InfeasibleBudgetError
@@ -28,6 +30,28 @@ class Room(NamedTuple):
     beside_bytes: int
     number: int
     must_fit: bool
+
+
+class Spare:
+    """Bytes of a budget that the plans in force leave in a step, for what is beside them: ``left_bytes``, asked for in those
+    steps alone in which somebody wants some of them."""
+
+    def __init__(self, left_bytes: Callable[[], int]) -> None:
+        self._left_bytes = left_bytes
+        self._bytes: int | None = None
+
+    def begin_step(self) -> None:
+        self._bytes = None
+
+    @property
+    def bytes(self) -> int:
+        if self._bytes is None:
+            self._bytes = self._left_bytes()
+        return self._bytes
+
+    def take(self, tensors: Iterable[torch.Tensor]) -> None:
+        if self._bytes is not None:
+            self._bytes -= sum(tensor.nbytes for tensor in tensors)
 
 
 class Measuring:
