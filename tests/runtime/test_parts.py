@@ -726,6 +726,25 @@ def test_steps_in_which_operators_are_measured_keep_the_budget(monkeypatch: pyte
             assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
 
 
+def test_a_layer_that_has_not_run_yet_counts_once() -> None:
+    """However many steps it is dropped in: as one of those that have."""
+
+    class Dropping(_Dropping):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.table(tokens)
+            for layer in self.layers[: 4 if x.sum().item() > 1e9 else 3]:
+                x = x + layer(x)
+            return self.loss(x, tokens)
+
+    torch.manual_seed(0)
+    model, tokens = Dropping(), torch.randint(0, 1500, (BATCH, 64))
+    lowtide.rematerialize(model, (tokens,), budget="70%", planner="auto{effort=0}")
+    for _ in range(4):
+        model(tokens).backward()
+    passes = model.forward.parts.shared.record.passes
+    assert len(passes) == len({one.key for one in passes}) == 5
+
+
 class _DroppingByPython(_Dropping):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.table(tokens)

@@ -11,7 +11,7 @@ from lowtide.capture import capture
 from lowtide.pipeline import make_program_plan, program_costs, share_planners
 from lowtide.planning import Plan
 from lowtide.settings import Settings
-from lowtide.sharing import Constraint, Member, Share, choose, sequential_constraints
+from lowtide.sharing import Constraint, Member, Plans, Share, choose, sequential_constraints
 
 
 def test_a_program_that_has_no_room_is_not_planned_again_for_each_share() -> None:
@@ -23,16 +23,14 @@ def test_a_program_that_has_no_room_is_not_planned_again_for_each_share() -> Non
         asked.append(share)
         return _greedy(member, share)
 
-    waiting = Constraint(64, -1, False, (0,))
-    running = [Constraint(64, 0, backward, ()) for backward in (False, True)]
     budget = member.eager.backward_bytes // 4
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
-        choose([member], [waiting, *running], budget, planning)
+        choose([member], _around(member), budget, planning)
     rooms = [share.budget_bytes for share in asked if share.budget_bytes < budget]
     assert len(rooms) <= 3, rooms
     least = caught.value.minimum_bytes
     assert least > budget
-    (found,) = choose([member], [waiting, *running], least, planning)
+    (found,) = choose([member], _around(member), least, planning)
     assert found.footprint.backward_bytes + 64 <= least
 
 
@@ -64,6 +62,62 @@ def test_the_least_budget_of_several_programs_takes_few_plans_and_is_met() -> No
     assert least(1) <= 1.05 * high
 
 
+def test_no_search_is_made_again_for_what_was_in_vain() -> None:
+    """A search for a share that no plan meets is the longest that there is; what asks for less is answered by it."""
+    member = _member(64, 8)
+    in_vain: list[tuple[Share, int]] = []
+
+    def planning(member: Member, share: Share) -> Plan:
+        for other, least in in_vain:
+            assert share.between_bytes != other.between_bytes or share.budget_bytes >= least, (share, other, least)
+        try:
+            return _greedy(member, share)
+        except lowtide.InfeasibleBudgetError as error:
+            in_vain.append((share, error.minimum_bytes))
+            raise
+
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        choose([member], _around(member), member.eager.backward_bytes // 8, planning)
+    assert 0 < len(in_vain) <= 2
+
+
+def test_where_only_the_room_to_run_in_is_tight_shares_are_not_searched_for() -> None:
+    members = [_member(64, 12), _member(8, 1)]
+    asked: list[Share] = []
+
+    def planning(member: Member, share: Share) -> Plan:
+        asked.append(share)
+        return _greedy(member, share)
+
+    constraints = sequential_constraints([0, 1], [(0, 0)] * 2, [0, 0])
+    budget = members[0].eager.backward_bytes * 7 // 10
+    chosen = choose(members, constraints, budget, planning)
+    assert max(one.total_bytes([each.footprint for each in chosen]) for one in constraints) <= budget
+    assert len(asked) <= 4, asked
+
+
+def test_a_choice_that_follows_another_asks_for_little() -> None:
+    """Plans that were made for more room are the best for a little less, where they do with that."""
+    members = [_member(width, layers) for width, layers in ((64, 6), (96, 4))]
+    constraints = sequential_constraints([0, 1, 0], [(1000, 2000)] * 3, [0] * 3)
+    asked: list[Share] = []
+
+    def planning(member: Member, share: Share) -> Plan:
+        asked.append(share)
+        return _greedy(member, share)
+
+    budget = max(one.total_bytes([member.eager for member in members]) for one in constraints) * 6 // 10
+    known = Plans(), Plans()
+    first = choose(members, constraints, budget, planning, planning, known)
+    before = len(asked)
+    assert [one.footprint for one in choose(members, constraints, budget, planning, planning, known)] == [
+        one.footprint for one in first
+    ]
+    assert len(asked) == before
+    choose(members, constraints, budget + 100, planning, planning, known)
+    assert len(asked) - before <= before // 2
+
+
 @pytest.mark.parametrize(
     ("planner", "brief", "used"),
     [
@@ -83,6 +137,12 @@ def _member(width: int, layers: int) -> Member:
     model = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
     program = capture(model, (torch.randn(256, width),), {}).program
     return Member(program, program_costs(program))
+
+
+def _around(member: Member) -> list[Constraint]:
+    """Of a step in which it waits while code that keeps 64 bytes runs."""
+    running = [Constraint(64, 0, backward, ()) for backward in (False, True)]
+    return [Constraint(64, -1, False, (0,)), *running]
 
 
 def _greedy(member: Member, share: Share) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lowtide.ir import simulate
-from lowtide.solve import times_above
+from lowtide.solve import schedules_above
 from lowtide.solve.auto import Auto
 from lowtide.solve.bounds import least_time, prove_time
 from lowtide.solve.minimum import minimum_peak
@@ -48,8 +48,11 @@ def test_what_is_said_of_the_least_budget_is_between_the_bound_and_what_was_foun
     graph, costs = chain(30, times=tuple(1 + step % 7 for step in range(60)))
     costs = dataclasses.replace(costs, storage_bytes=costs.storage_bytes * 10 - costs.time_ns)
     least, lowest = minimum_peak(graph, costs)
-    said = times_above(graph, costs, lowest)
-    assert said == times_above(graph, costs, lowest)
+    found = schedules_above(graph, costs, lowest)
+    assert found == schedules_above(graph, costs, lowest)
+    runs = [(budget, simulate(graph, costs, schedule)) for budget, schedule in found]
+    assert all(run.peak_bytes <= budget for budget, run in runs)
+    said = [(budget, run.time_ns) for budget, run in runs]
     assert [budget for budget, _ in said] == [least, least * 102 // 100]
     assert said[1][1] <= said[0][1] < simulate(graph, costs, lowest).time_ns
     model = compact(graph, costs)

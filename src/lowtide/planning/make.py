@@ -17,8 +17,8 @@ from lowtide.solve import (
     format_spec,
     get_planner,
     minimum_peak,
+    schedules_above,
     solve,
-    times_above,
 )
 from lowtide.solve.auto import Auto
 from lowtide.units import format_bytes
@@ -105,13 +105,14 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
     chosen = get_planner(planner)
     hint = "" if isinstance(chosen, Auto) else " Planner auto may reach less."
     percent = 100 * (minimum or 0) / max(unconstrained, 1)
-    times = (
-        times_above(problem.graph, problem.costs, lowest, problem.seed)
-        if isinstance(chosen, Auto)
-        else [(minimum or 0, run.time_ns)]
+    above = [(minimum or 0, lowest)]
+    if isinstance(chosen, Auto):
+        above = schedules_above(problem.graph, problem.costs, lowest, problem.seed)
+    whole, *times = (
+        simulate(problem.graph, problem.costs, schedule).time_ns
+        for schedule in (keep_all_schedule(problem.graph), *(schedule for _, schedule in above))
     )
-    whole = max(simulate(problem.graph, problem.costs, keep_all_schedule(problem.graph)).time_ns, 1)
-    overheads = tuple((least, time_ns / whole - 1) for least, time_ns in times)
+    overheads = tuple((least, time_ns / max(whole, 1) - 1) for (least, _), time_ns in zip(above, times, strict=True))
     return InfeasibleBudgetError(
         f"planner {planner} found no schedule within {problem.budget_bytes} bytes ({format_bytes(problem.budget_bytes)}); the "
         f"smallest budget it can meet is {minimum} bytes ({format_bytes(minimum or 0)}, {percent:.1f}% of the "
@@ -123,7 +124,7 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
         budget_bytes=problem.budget_bytes,
         overheads=overheads,
         proven=solution.status is Status.INFEASIBLE,
-        plan=Plan.of(problem.graph, problem.costs, lowest, minimum or 0, planner, problem.seed),
+        plan=Plan.of(problem.graph, problem.costs, above[0][1], minimum or 0, planner, problem.seed),
     )
 
 

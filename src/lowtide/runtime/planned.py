@@ -191,7 +191,7 @@ class Planned(Programs):
             other = entry if same else self.entry_for(mask, entry, given)
             return (self.in_mode(other, ()) if keeps else other).lowered
 
-        copied = self.changing.copied(entry, inputs, self.model, self.shares_budget)
+        copied = self.changing.copied(entry, inputs, self)
         noted = functools.partial(self.changing.note, entry)
         late = entry.conditions[0].changed_since if entry.conditions[0].late else None
         terms_from = self.terms_from(entry.states)

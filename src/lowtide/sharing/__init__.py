@@ -7,6 +7,7 @@ are planned is the caller's: planners know nothing of each other.
 from lowtide.sharing.assignment import Assignment, Planning, Share
 from lowtide.sharing.choice import choose
 from lowtide.sharing.constraints import Constraint, Footprint, Member, peak_bytes, sequential_constraints
+from lowtide.sharing.plans import Plans
 
 __all__ = [
     "Assignment",
@@ -14,6 +15,7 @@ __all__ = [
     "Footprint",
     "Member",
     "Planning",
+    "Plans",
     "Share",
     "choose",
     "peak_bytes",

@@ -1,9 +1,11 @@
 """The search for plans that fit together: what each of several programs may save.
 
-The more the programs save, the less each recomputes, and the less room is left for the one that is running. A fraction ``f``
-decides: a program saves at most its outputs plus ``f`` of what it would save beyond them without a plan. The largest
-fraction that fits for all is found by bisection, then single programs get more or less where that saves time; equal
-programs with equal fractions share a plan. What is left of the budget goes to members one by one (``sharing.upgrades``).
+The more the programs save, the less each recomputes, and the less room is left for the one that is running. Where it is that
+room alone that is tight, each program saves what it likes. Else a fraction ``f`` decides: a program saves at most its outputs
+plus ``f`` of what it would save beyond them without a plan. The largest fraction that fits for all is found by bisection, then
+single programs get more or less where that saves time; equal programs with equal fractions share a plan. What is left of the
+budget goes to members one by one (``sharing.upgrades``). Searches take long, those in vain longest, so what they found is kept
+(``sharing.plans``), from one choice to the next as well.
 
 What must be free when a program's forward pass ends is told to its planner as bytes that are in use between its passes.
 """
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Sequence
 
 from lowtide.errors import InfeasibleBudgetError
@@ -20,12 +21,13 @@ from lowtide.planning import Plan
 from lowtide.sharing.agreement import program_key
 from lowtide.sharing.assignment import Assignment, Planning, Share
 from lowtide.sharing.constraints import Constraint, Member, peak_bytes
+from lowtide.sharing.plans import Plans
 from lowtide.sharing.upgrades import upgraded
 
-_BISECTIONS = 5
+_BISECTIONS, _BRIEF_BISECTIONS = 5, 3
 _ROUNDS, _LONGER = 2, 1  # of refinement: over all programs, and times as many plans as before it
 _MENU = (0.25, 0.5, 0.75, 1.0)
-_FIRST_TRIED = (0.0, 0.25, 0.5, 0.75)  # saving the least may leave too little to compute all of it again
+_DOWNWARD, _LAST_TRIED = (0.5, 0.25, 0.0), 0.75  # saving the least may leave too little to compute all of it again
 
 
 def choose(
@@ -34,56 +36,80 @@ def choose(
     budget_bytes: int,
     planning: Planning,
     quick: Planning | None = None,
+    known: tuple[Plans, Plans] | None = None,
 ) -> list[Assignment]:
-    """Assignments that stay within the budget and recompute little; ``quick`` plans while shares are searched for.
+    """Assignments that stay within the budget and recompute little; ``quick`` plans while shares are searched for. ``known``:
+    what both planners made in earlier choices, which is added to.
 
     Raises ``InfeasibleBudgetError`` where none are found.
     """
     eager = [member.eager for member in members]
     if peak_bytes(constraints, eager) <= budget_bytes:
         return [Assignment(own) for own in eager]
-    search = _Search(members, constraints, quick or planning)
+    found, found_quickly = known or (Plans(), Plans())
+    last = _Search(members, constraints, planning, found)
+    search = last if quick is None else _Search(members, constraints, quick, found_quickly, brief=True)
     try:
-        fractions = search.refined(search.common_fraction(budget_bytes), budget_bytes)
-        last = search if quick is None else _Search(members, constraints, planning)
-        chosen = last.assignments(fractions, budget_bytes)
+        chosen = search.alone(budget_bytes)
+        fractions = None if chosen else search.refined(search.common_fraction(budget_bytes), budget_bytes)
+        chosen = chosen or search.assignments(fractions or [], budget_bytes)
     except InfeasibleBudgetError:
         chosen = search.lowest(budget_bytes)
+    else:
+        with contextlib.suppress(InfeasibleBudgetError):  # what was found quickly fits
+            longer = last.assignments(fractions, budget_bytes) if fractions else last.alone(budget_bytes)
+            chosen = longer or chosen
     return upgraded(members, constraints, chosen, search.menus(chosen, budget_bytes), budget_bytes)
 
 
 class _Search:
-    """For a fraction per member: of what it would save without a plan, beyond its outputs, the part that it may save.
+    """For a fraction per member: of what it would save without a plan, beyond its outputs, the part that it may save."""
 
-    Plans are kept: one that was made for more room is the best for less, too, where it does with that.
-    """
-
-    def __init__(self, members: Sequence[Member], constraints: Sequence[Constraint], planning: Planning) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        constraints: Sequence[Constraint],
+        planning: Planning,
+        plans: Plans,
+        *,
+        brief: bool = False,
+    ) -> None:
         self.members = members
         self.constraints = constraints
         self.planning = planning
-        self._programs = [program_key(member.program, None) for member in members]
+        self.brief = brief  # since plans are for finding shares alone
+        self._programs = [program_key(member.program, member.costs) for member in members]
         self._waiting = {index for constraint in constraints for index in constraint.saved}  # while others run
-        # By program and limit: for how much room a plan was made, and what came of it.
-        self._made: dict[tuple[str, int], list[tuple[int, Assignment]]] = {}
-        self._least: dict[str, int] = {}  # bytes that programs need while they run, whatever they save
-        self._met: dict[str, int] = {}  # bytes that do where they save what they like
+        plans.keep(self._programs)
+        self._known = {program: plans.of(program) for program in self._programs}
         self._plans = 0
+
+    def alone(self, budget_bytes: int) -> list[Assignment] | None:
+        """Where each member saves what it likes in the room that it would have by itself; ``None`` where that is too much
+        together. Raises ``InfeasibleBudgetError`` where one has no room even so."""
+        limits = [member.eager.saved_bytes for member in self.members]
+        found = self._assigned(limits, self._rooms([0] * len(limits), budget_bytes), budget_bytes)
+        fits = peak_bytes(self.constraints, [one.footprint for one in found]) <= budget_bytes
+        return found if fits else None
 
     def assignments(self, fractions: Sequence[float], budget_bytes: int) -> list[Assignment]:
         """Where each member saves what its fraction allows; equal programs with equal fractions have one plan.
         Raises ``InfeasibleBudgetError``."""
         limits = [self._limit(index, fraction) for index, fraction in enumerate(fractions)]
-        keys = list(zip(self._programs, limits, strict=True))
-        rooms: dict[tuple[str, int], int] = {}
-        for key, room in zip(keys, self._rooms(limits, budget_bytes), strict=True):
-            rooms[key] = min(room, rooms.get(key, room))
-        members = zip(self.members, keys, strict=True)
-        found = [self._assignment(member, key, rooms[key], budget_bytes) for member, key in members]
+        found = self._assigned(limits, self._rooms(limits, budget_bytes), budget_bytes)
         peak = peak_bytes(self.constraints, [assignment.footprint for assignment in found])
         if peak > budget_bytes:
             raise _too_little(budget_bytes, peak)
         return found
+
+    def _assigned(self, limits: Sequence[int], rooms: Sequence[int], budget_bytes: int) -> list[Assignment]:
+        """What members that may save these bytes run by in these rooms, equal ones in the least of theirs."""
+        keys = list(zip(self._programs, limits, strict=True))
+        least: dict[tuple[str, int], int] = {}
+        for key, room in zip(keys, rooms, strict=True):
+            least[key] = min(room, least.get(key, room))
+        members = zip(self.members, keys, strict=True)
+        return [self._assignment(member, key, least[key], budget_bytes) for member, key in members]
 
     def _limit(self, index: int, fraction: float) -> int:
         """Bytes that a member may save; all where nothing runs while it waits."""
@@ -100,53 +126,70 @@ class _Search:
         return rooms
 
     def _assignment(self, member: Member, key: tuple[str, int], room: int, budget_bytes: int) -> Assignment:
-        made = self._made.setdefault(key, [])
-        for asked, known in made:
-            own = known.footprint
-            if max(own.forward_bytes, own.backward_bytes) <= room <= asked:
-                return known
+        limit, known = key[1], self._known[key[0]]
+        found = known.made_for(room, limit)
+        if found is not None:
+            return found
         self._plans += 1
-        least = self._least.setdefault(key[0], max(member.least_bytes, member.output_bytes + 1))
-        if room < least:
-            raise _too_little(budget_bytes, budget_bytes + least - room)
-        made.append((room, self._planned(member, room, key, budget_bytes)))
-        return made[-1][1]
+        known.least_bytes = max(known.least_bytes, member.least_bytes, member.output_bytes + 1)
+        if room < known.least_bytes:
+            raise _too_little(budget_bytes, budget_bytes + known.least_bytes - room)
+        found = self._planned(member, room, key, budget_bytes)
+        known.add(room, limit, found)
+        return found
 
     def _planned(self, member: Member, room: int, key: tuple[str, int], budget_bytes: int) -> Assignment:
         """By a plan that takes ``room`` while it runs and saves what the ``key`` says, or more where that cannot be."""
-        program, limit = key
+        (program, limit), known = key, self._known[key[0]]
         between = max(room - limit - member.arriving_bytes, 0)
         try:
-            return self._by_a_plan(member, Share(room, between))
+            return self._by_a_plan(member, program, Share(room, between))
         except InfeasibleBudgetError as error:
             least, missing = error.minimum_bytes, error.minimum_bytes - room
+            near = self._near(member, error, room)
+        if near is not None:
+            return near
         try:
-            if between and (missing >= between or not self._is_met(program, room)):
-                free = self._by_a_plan(member, Share(room, 0))
-                self._met[program] = room
-                if missing >= between:
+            if between and (missing >= between or known.met_bytes > room):
+                free = self._by_a_plan(member, program, Share(room, 0))
+                known.met_bytes = room
+                if missing >= between or self.brief:
                     return free
             if between:
-                return self._by_a_plan(member, Share(room, between - missing))
+                return self._by_a_plan(member, program, Share(room, between - missing))
         except InfeasibleBudgetError as error:
             least = error.minimum_bytes
-        if not self._is_met(program, room):
-            self._least[program] = max(self._least[program], least)
+        if known.met_bytes > room:
+            known.least_bytes = max(known.least_bytes, least)
         raise _too_little(budget_bytes, budget_bytes + least - room)
 
-    def _is_met(self, program: str, room: int) -> bool:
-        """Whether ``room`` is known to do where it saves what it likes."""
-        return self._met.get(program, math.inf) <= room
+    def _near(self, member: Member, error: InfeasibleBudgetError, room: int) -> Assignment | None:
+        """While shares are searched for, the plan that saves least beyond one, where it does with ``room`` while it runs."""
+        if not self.brief or error.plan is None:
+            return None
+        found = _as_assigned(member, Share(room, 0), error.plan)
+        return found if found.footprint.running_bytes <= room else None
 
-    def _by_a_plan(self, member: Member, share: Share) -> Assignment:
-        return _as_assigned(member, share, self.planning(member, share))
+    def _by_a_plan(self, member: Member, program: str, share: Share) -> Assignment:
+        known = self._known[program]
+        known.check(share)
+        try:
+            return _as_assigned(member, share, self.planning(member, share))
+        except InfeasibleBudgetError as error:
+            known.failed(share, error)
+            raise
 
     def common_fraction(self, budget_bytes: int) -> list[float]:
         """About the largest that all members can have. Raises ``InfeasibleBudgetError``."""
-        low = next((fraction for fraction in _FIRST_TRIED[:-1] if self._fits(fraction, budget_bytes)), _FIRST_TRIED[-1])
-        self.assignments([low] * len(self.members), budget_bytes)
         high = 1.0
-        for _ in range(_BISECTIONS):
+        for low in _DOWNWARD:
+            if self._fits(low, budget_bytes):
+                break
+            high = low
+        else:
+            low, high = _LAST_TRIED, 1.0
+            self.assignments([low] * len(self.members), budget_bytes)
+        for _ in range(_BRIEF_BISECTIONS if self.brief else _BISECTIONS):
             middle = (low + high) / 2
             low, high = (middle, high) if self._fits(middle, budget_bytes) else (low, middle)
         return [low] * len(self.members)
@@ -160,12 +203,12 @@ class _Search:
         found: dict[str, list[Assignment]] = {}
         for index, (program, member) in enumerate(zip(self._programs, self.members, strict=True)):
             if program not in found:
-                for fraction in _MENU:
+                limits = [self._limit(index, fraction) for fraction in _MENU]
+                for limit in (each for each in limits if each > taken[index]):
                     with contextlib.suppress(InfeasibleBudgetError):
-                        key, room = (program, self._limit(index, fraction)), rooms[program]
-                        self._assignment(member, key, room, budget_bytes)
-                made = (one for (of, _), plans in self._made.items() if of == program for _, one in plans)
-                found[program] = [Assignment(member.eager), *made]
+                        self._assignment(member, (program, limit), rooms[program], budget_bytes)
+                made = {one.footprint: one for _, _, one in self._known[program].made}
+                found[program] = [Assignment(member.eager), *made.values()]
         return [found[program] for program in self._programs]
 
     def refined(self, fractions: Sequence[float], budget_bytes: int) -> list[float]:
@@ -221,7 +264,7 @@ class _Search:
         for _ in range(2 if index in self._waiting else 1):
             room = share.budget_bytes
             try:
-                found.append(self._by_a_plan(member, share))
+                found.append(self._by_a_plan(member, self._programs[index], share))
             except InfeasibleBudgetError as error:
                 room = error.minimum_bytes
                 if error.plan is not None:

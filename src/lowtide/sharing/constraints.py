@@ -49,6 +49,10 @@ class Footprint:
     forward_bytes: int
     backward_bytes: int
 
+    @property
+    def running_bytes(self) -> int:
+        return max(self.forward_bytes, self.backward_bytes)
+
 
 def peak_bytes(constraints: Iterable[Constraint], footprints: Sequence[Footprint]) -> int:
     """The peak of the whole step."""

@@ -35,6 +35,18 @@ def pass_budget(
     return max(total - outside.bytes, least, 1), outside
 
 
+def shared_budget(
+    settings: Settings, outside: Outside, granted_bytes: int, unconstrained_bytes: int
+) -> tuple[int, int]:
+    """Bytes for several programs that together take ``unconstrained_bytes`` without recomputation, and those beside them."""
+    reserve = parse_budget(settings.reserve, unconstrained_bytes, what="reserve") if settings.reserve else 0
+    if settings.total_budget is not None:
+        aside = reserve + outside.bytes
+        total = parse_budget(settings.total_budget, unconstrained_bytes + aside)
+        return max(total - aside, granted_bytes, 1), aside
+    return max(parse_budget(settings.given, unconstrained_bytes) - reserve, granted_bytes), reserve
+
+
 def pass_bytes(program: Program, settings: Settings, model: nn.Module, granted_bytes: int) -> int:
     """About what the budget allows a pass of ``program``, none of whose operators need be measured."""
     outside = outside_pass(program, settings, model)

@@ -9,7 +9,7 @@ from lowtide.errors import ScheduleError
 from lowtide.ir import check, simulate
 from lowtide.progress import Progress
 from lowtide.solve.beside import runs_beside, solve_beside
-from lowtide.solve.minimum import greedy_within, minimum_peak, peak_lower_bound, times_above, working_set_bound
+from lowtide.solve.minimum import greedy_within, minimum_peak, peak_lower_bound, schedules_above, working_set_bound
 from lowtide.solve.outcome import among_moving
 from lowtide.solve.problem import Planner, Problem, Solution, Status, check_seed, each_quicker
 from lowtide.solve.registry import format_spec, get_planner, planner_names, planner_summary
@@ -28,8 +28,8 @@ __all__ = [
     "peak_lower_bound",
     "planner_names",
     "planner_summary",
+    "schedules_above",
     "solve",
-    "times_above",
     "working_set_bound",
 ]
 

@@ -126,20 +126,21 @@ def quicker(portfolio: Portfolio, start: Candidate, budget_bytes: int) -> list[C
     return portfolio.round(runs, budget_bytes, _iterations(portfolio), 0)
 
 
-def times_above(graph: Graph, costs: Costs, lowest_schedule: Schedule, seed: int = 0) -> list[tuple[int, int]]:
-    """Budgets in bytes, the peak of ``lowest_schedule`` and 2 % more, each with the time in ns of a schedule within it that
-    short runs make of ``lowest_schedule``. Deterministic."""
+def schedules_above(graph: Graph, costs: Costs, lowest_schedule: Schedule, seed: int = 0) -> list[tuple[int, Schedule]]:
+    """Budgets in bytes, the peak of ``lowest_schedule`` and 2 % more, each with a schedule within it that short runs make of
+    ``lowest_schedule``. Deterministic."""
     portfolio = make_portfolio(graph, costs, seed)
-    least = simulate(graph, costs, lowest_schedule)
-    best, best_ns = portfolio.of_schedule(lowest_schedule), least.time_ns
+    best, least = lowest_schedule, simulate(graph, costs, lowest_schedule)
+    best_ns, start = least.time_ns, portfolio.of_schedule(lowest_schedule)
     found = []
     for factor in _ABOVE:
         budget = int(least.peak_bytes * factor)
-        for candidate in quicker(portfolio, best, budget):
-            result = simulate(graph, costs, portfolio.schedule(candidate))
+        for candidate in quicker(portfolio, start, budget):
+            schedule = portfolio.schedule(candidate)
+            result = simulate(graph, costs, schedule)
             if result.peak_bytes <= budget and result.time_ns < best_ns:
-                best, best_ns = candidate, result.time_ns
-        found.append((budget, best_ns))
+                best, best_ns, start = schedule, result.time_ns, candidate
+        found.append((budget, best))
     return found
 
 

@@ -240,12 +240,12 @@ class Parts:
         """With passes of modules that have not run yet, such as dropped layers: as those of their kind in the same list."""
         parts = list(self._in_order())
         numbers: dict[Planned, int] = {part: number for number, part in enumerate(parts)}
-        met = {one.graph for one in passes}
+        met = {one.key[0] for one in passes}
         like = {one.graph.kind: one for one in passes if isinstance(one.graph, Part)}
         found = list(passes)
         for number, part in enumerate(parts):
             sibling = like.get(part.kind) if part.kind else None
-            if sibling is None or part in met or part.outside is not None or part.runs_again:
+            if sibling is None or id(part) in met or part.outside is not None or part.runs_again:
                 continue
             after = [place for place, one in enumerate(found) if numbers.get(one.graph, number) < number]
             one = dataclasses.replace(sibling, key=(id(part), 0), call=lambda: None)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
+
+import torch
 
 from lowtide.cost.room import measured_in_bytes, measured_within
 from lowtide.errors import InfeasibleBudgetError
@@ -28,6 +30,28 @@ class Room(NamedTuple):
     beside_bytes: int
     number: int
     must_fit: bool
+
+
+class Spare:
+    """Bytes of a budget that the plans in force leave in a step, for what is beside them: ``left_bytes``, asked for in those
+    steps alone in which somebody wants some of them."""
+
+    def __init__(self, left_bytes: Callable[[], int]) -> None:
+        self._left_bytes = left_bytes
+        self._bytes: int | None = None
+
+    def begin_step(self) -> None:
+        self._bytes = None
+
+    @property
+    def bytes(self) -> int:
+        if self._bytes is None:
+            self._bytes = self._left_bytes()
+        return self._bytes
+
+    def take(self, tensors: Iterable[torch.Tensor]) -> None:
+        if self._bytes is not None:
+            self._bytes -= sum(tensor.nbytes for tensor in tensors)
 
 
 class Measuring:
@@ -55,9 +79,9 @@ class Measuring:
             return {entry: Member(entry.program, program_costs(entry.program)) for entry in found}
 
 
-def plan_in_room(member: Member, settings: Settings, room: int, fraction: float) -> Plan:
+def plan_in_room(member: Member, settings: Settings, room: int, fraction: float, known: Plan | None = None) -> Plan:
     """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
-    that cannot be. Raises ``InfeasibleBudgetError``."""
+    that cannot be: then one that is ``known`` to be within them. Raises ``InfeasibleBudgetError``."""
     quick = FIRST_PLANNER if searches(settings.planner) else settings.planner
     asked = dataclasses.replace(settings, budget=room, total_budget=None, reserve=0, planning="wait", planner=quick)
 
@@ -65,11 +89,12 @@ def plan_in_room(member: Member, settings: Settings, room: int, fraction: float)
         given = dataclasses.replace(asked, between_bytes=between)
         return as_alone(make_program_plan(member.program, given, costs=member.costs), member)
 
-    most = between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
-    while between:
+    between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
+    if between:
         try:
             return planned(between)
         except InfeasibleBudgetError as error:
-            missing = error.minimum_bytes - room
-            between = between - missing if between == most and missing < between / 2 else 0
-    return planned(0)
+            near = None if error.plan is None else as_alone(error.plan, member)  # saves a little more than that
+        if near is not None and near.peak_bytes <= room:
+            return dataclasses.replace(near, budget_bytes=room)
+    return planned(0) if known is None else as_alone(known, member)

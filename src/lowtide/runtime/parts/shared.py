@@ -21,12 +21,13 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lowtide.budget import is_percentage, parse_budget
+from lowtide.budget import is_percentage
 from lowtide.cost import analytical_costs
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs
@@ -37,13 +38,14 @@ from lowtide.program.sizes import Outside, check_device
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.parts.between import HeldBetween
 from lowtide.runtime.parts.forward_pass import ForwardPass, gradients_of, left_gradient_bytes
-from lowtide.runtime.parts.room import Measuring, Room, plan_in_room
+from lowtide.runtime.parts.room import Measuring, Room, Spare, plan_in_room
 from lowtide.runtime.parts.step_record import Gap, StepRecord
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry
 from lowtide.settings import Settings, searches
-from lowtide.sharing import Constraint, Footprint, Member, choose, peak_bytes, sequential_constraints
+from lowtide.sharing import Constraint, Footprint, Member, Plans, choose, peak_bytes, sequential_constraints
 from lowtide.sharing.assignment import plan_alone, saved_fraction
+from lowtide.sharing.pass_budget import shared_budget
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,14 +68,13 @@ class SharedBudget:
         # Met: a step stayed within the budget, or was planned to. First plans: whether the current step runs by one.
         self.exceeded = self._said_over = self._met = self._first_plans = False
         self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
-        self.unlike = (
-            False  # what ran as it is in the current step is to run by plans: it tells nothing of the next one
-        )
+        self.unlike = False  # what ran as it is in the current step is to run by plans: it tells nothing of others
         self.granted_bytes = 0  # of a budget in percent, or beyond one that cannot be met, for the step that took most
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self.between = HeldBetween()
-        self._measuring = Measuring()
+        self.spare = Spare(lambda: -self._over()[0] if self.record else sys.maxsize)
+        self._measuring, self._found = Measuring(), (Plans(), Plans())  # by the planner, and by its quick form
         self._known: dict[Entry, tuple[Member, Footprint]] = {}  # what each takes by its plan
         # Told of the end of a backward pass; in a call that says when it begins; in a backward pass that graphs run in.
         self._ending = self._within = self._nested = False
@@ -109,6 +110,7 @@ class SharedBudget:
                 self._replan()
             self.steps, self.unlike = self.steps + 1, False
             self.gaps.clear()
+            self.spare.begin_step()
             for one in pending:
                 one.backward_between_bytes = None
             self.between.begin_step(self._saved_bytes(pending))
@@ -148,6 +150,7 @@ class SharedBudget:
             call.on_backward = functools.partial(self._measure_between, one)
             call.on_end = self._begin_gap
             self.ran.append(one)
+            self.spare.take(call.copies.values())
         self.go_on()
 
     def go_on(self) -> None:
@@ -222,7 +225,6 @@ class SharedBudget:
 
     def measuring(self, replaced: Entry | None, more_follow: bool) -> contextlib.AbstractContextManager[None]:
         """Inside, operators are measured within what is left of the budget; others in the plan for the next step."""
-
         return self._measuring.within(
             lambda program: self._room(Member(program, analytical_costs(program)), replaced, more_follow).bytes
         )
@@ -256,7 +258,7 @@ class SharedBudget:
                 self.what.removesuffix("s"), room.number, error.minimum_bytes, room.bytes,
             )  # fmt: skip
             self.exceeded = True
-            plan = plan_in_room(own, self.settings, error.minimum_bytes, 0.0)
+            plan = plan_in_room(own, self.settings, error.minimum_bytes, 0.0, known=error.plan)
         self._first_plans = self._first_plans or (plan.overhead > 0 and searches(self.settings.planner))
         return plan
 
@@ -288,18 +290,23 @@ class SharedBudget:
         say) may have the memory of the one that took most."""
         if not self.record.are_several:
             return True
+        over, budget = self._over()
+        if is_percentage(self.settings.given):
+            self.granted_bytes = budget
+        expected = self.exceeded or self._first_plans
+        if self.record.passes and over > 0 and not expected:
+            _LOG.warning(
+                "the %d %s of the step exceed the budget of %d bytes by %d (code between: up to %d): all are replanned",
+                len(self.record.passes), self.what, budget, over, self.record.most_between,
+            )  # fmt: skip
+        return over <= 0
+
+    def _over(self) -> tuple[int, int]:
+        """By how much what ran exceeds the budget together, and that."""
         constraints = self.record.constraints(range(len(self.record.passes)))
         known = list(map(self.member, self.record.passes))
         budget, _ = self.budget_for([member for member, _ in known], constraints)
-        if is_percentage(self.settings.given):
-            self.granted_bytes = budget
-        over = peak_bytes(constraints, [taken for _, taken in known]) - budget
-        if known and over > 0 and not (self.exceeded or self._first_plans):  # of which that was to be expected
-            _LOG.warning(
-                "the %d %s of the step exceed the budget of %d bytes by %d (code between: up to %d): all are replanned",
-                len(known), self.what, budget, over, self.record.most_between,
-            )  # fmt: skip
-        return over <= 0
+        return peak_bytes(constraints, [taken for _, taken in known]) - budget, budget
 
     def _replan(self) -> None:
         """Plan all that ran in the last step together."""
@@ -316,7 +323,7 @@ class SharedBudget:
         given = dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
         planning, quick = share_planners(given, brief=self.brief)
         try:
-            chosen = choose([*members.values()], constraints, budget, planning, quick)
+            chosen = choose([*members.values()], constraints, budget, planning, quick, self._found)
             self._met = True
         except InfeasibleBudgetError as error:
             if self.give_way is not None and self.give_way(error.minimum_bytes - budget):
@@ -332,7 +339,7 @@ class SharedBudget:
             if nothing_planned:
                 return
             self.granted_bytes = error.minimum_bytes
-            chosen = choose([*members.values()], constraints, error.minimum_bytes, planning, quick)
+            chosen = choose([*members.values()], constraints, error.minimum_bytes, planning, quick, self._found)
         self.fraction = saved_fraction([one.footprint for one in chosen], [*members.values()])
         self.record.exchange(dict(zip(entries, map(plan_alone, chosen, members.values()), strict=True)))
 
@@ -340,9 +347,4 @@ class SharedBudget:
         """The bytes that the graphs share, and those beside them of the budget; a percentage is of the peak of the graphs
         together without recomputation."""
         keep_all = peak_bytes(constraints, [member.keep_all for member in members])
-        reserve = parse_budget(self.settings.reserve, keep_all, what="reserve") if self.settings.reserve else 0
-        if self.settings.total_budget is not None:
-            aside = reserve + self.outside.bytes
-            total = parse_budget(self.settings.total_budget, keep_all + aside)
-            return max(total - aside, self.granted_bytes, 1), aside
-        return max(parse_budget(self.settings.given, keep_all) - reserve, self.granted_bytes), reserve
+        return shared_budget(self.settings, self.outside, self.granted_bytes, keep_all)

@@ -48,6 +48,9 @@ class SharingForward(Planned):
         self.shared.add(self, entry, inputs, call_of(outputs))
         return outputs
 
+    def room_for_copies(self, entry: Entry) -> int:
+        return self.shared.spare.bytes
+
     def _make(
         self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
     ) -> Entry:

@@ -3,9 +3,9 @@
 Eager reads in the backward pass what it saved; a plan may also read a buffer, an attribute or an argument again to compute
 what eager had saved. Where that is written into meanwhile (a memory of embeddings, a moving average that is updated after the
 call), it would find another value. So the first calls of a program read copies of such inputs, as far as the budget leaves room
-for them beside the plan, and all later ones copies of those that changed. Buffers that their module writes itself, outside of
-``forward``, are copied in any case, as are what is small of a part and, in its first call, in which operators are measured, its
-arguments.
+for them beside the plan, or the plans of all parts, and all later ones copies of those that changed. Buffers that their module
+writes itself, outside of ``forward``, are copied in any case, as are what is small of a part and, in its first call, in which
+operators are measured, its arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dis
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,26 +29,37 @@ _SMALL_OF_PART = 1 << 20  # bytes; what is larger is copied only where it is kno
 _FORWARD = ("forward", "__init__")
 
 
+class Copying(Protocol):
+    """What calls copies for, within a budget: a model, or with ``shares_budget`` one of several parts."""
+
+    shares_budget: bool
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def room_for_copies(self, entry: Entry) -> int: ...
+
+
 class ChangingInputs:
     """``changed``: names of buffers, or numbers of other inputs, that were seen to change between the two passes."""
 
     def __init__(self) -> None:
         self.changed: set[str | int] = set()
 
-    def copied(self, entry: Entry, inputs: Sequence[torch.Tensor], model: nn.Module, is_part: bool) -> tuple[int, ...]:
-        """The flat inputs that a call of ``model`` by this program is to copy."""
+    def copied(self, entry: Entry, inputs: Sequence[torch.Tensor], owner: Copying) -> tuple[int, ...]:
+        """The flat inputs that a call of the ``owner`` by this program is to copy."""
         early = entry.calls < _FIRST_CALLS
         if not early and not self.changed:
             return ()
-        room = entry.plan.budget_bytes - entry.plan.peak_bytes
+        first_of_part = owner.shares_budget and not entry.calls
+        room = _SMALL_OF_PART if first_of_part or not early else owner.room_for_copies(entry)
         found = []
         for i in sorted(_read_again(entry), key=lambda one: inputs[one].nbytes):
             key, size = _key(entry.program, i), inputs[i].nbytes
-            whole = is_part and isinstance(key, int) and not entry.calls
-            small = whole or size <= (_SMALL_OF_PART if is_part else room)
-            wanted = key in self.changed or (early and (small or _may_change(model, key)))
+            small = size <= room or (first_of_part and isinstance(key, int))
+            wanted = key in self.changed or (early and (small or _may_change(owner.model, key)))
             if wanted and _can_be_copied(inputs[i]):
-                room -= size
+                room -= 0 if first_of_part else size
                 found.append(i)
         return tuple(sorted(found))
 

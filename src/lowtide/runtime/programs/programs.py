@@ -72,6 +72,10 @@ class Programs:
         self.recaptures = Recaptures()
         self._arenas: dict[torch.device, Arena | None] = {}
 
+    def room_for_copies(self, entry: Entry) -> int:
+        """Bytes of the budget that calls of ``entry`` leave."""
+        return entry.plan.budget_bytes - entry.plan.peak_bytes
+
     def terms_from(self, states: int) -> int | None:
         """The flat input from which on gradients leave as the terms of their sums, where the first ``states`` are the model's;
         ``None`` where none does."""
