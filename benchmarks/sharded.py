@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.turns import keep
 
@@ -42,64 +42,101 @@ def main() -> int:
     rows = []
     print(_HEADING)
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "LOWTIDE_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
         for ranks in options.ranks.split(","):
             for model in options.models.split(","):
-                command = [
-                    sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                    "-m", "benchmarks.sharded", "--train", model, str(options.rounds),
-                ]  # fmt: skip
-                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-                rows.append(json.loads(done.stdout.splitlines()[-1]))
+                rows.append(by_ranks("benchmarks.sharded", model, ranks, cache, str(options.rounds)))
                 print("\n".join(_lines(rows[-1])), flush=True)
     keep(options.output, rows, _table(rows))
     return 0
 
 
+class Sharded(NamedTuple):
+    """A model, a call of it, and its units below the root."""
+
+    model: Any
+    args: Any
+    kwargs: Any
+    blocks: list[Any]
+
+
+class Sharding:
+    """One rank's part of a model that is compared, with a step of it and the peak of the rank that takes most."""
+
+    def __init__(self, name: str) -> None:
+        import torch.distributed as dist
+
+        from benchmarks.compare.models import COMPARED
+
+        dist.init_process_group("gloo")
+        self.compared, self.rank = COMPARED[name], dist.get_rank()
+
+    def sharded(self, checkpointed: bool = False) -> Sharded:
+        from torch.distributed.fsdp import fully_shard
+        from torch.utils.checkpoint import checkpoint
+
+        model, args, kwargs = self.compared.sample()
+        blocks = self.compared.blocks(model)  # sharding gives them other classes
+        for block in blocks:
+            if checkpointed:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[assignment]
+            fully_shard(block)
+        return Sharded(fully_shard(model), args, kwargs, blocks)
+
+    def step(self, trained: Sharded) -> Any:
+        """The loss, detached."""
+        import torch
+
+        torch.manual_seed(self.rank)
+        outputs = trained.model(*trained.args, **trained.kwargs)
+        loss: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def peak(self, trained: Sharded, times: int = 3) -> int:
+        """The largest of so many steps."""
+        import torch
+        import torch.distributed as dist
+
+        import lowtide
+
+        found = []
+        for _ in range(times):
+            found.append(lowtide.measure(self.step, trained).peak_bytes)
+            trained.model.zero_grad(set_to_none=True)
+        largest = torch.tensor(max(found))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
+
+def by_ranks(module: str, model: str, ranks: str, cache: str, *more: str) -> dict[str, Any]:
+    """The row that ``python -m module --train model`` prints in so many processes."""
+    environment = {**os.environ, "LOWTIDE_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+        "-m", module, "--train", model, *more,
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
 def _train(name: str, rounds: int) -> int:
     import torch
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    from torch.utils.checkpoint import checkpoint
 
     import lowtide
-    from benchmarks.compare.models import COMPARED
 
-    dist.init_process_group("gloo")
-    rank, compared = dist.get_rank(), COMPARED[name]
-
-    def sharded(checkpointed: bool = False) -> Any:
-        model, args, kwargs = compared.sample()
-        blocks = compared.blocks(model)
-        for block in blocks:
-            if checkpointed:
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            fully_shard(block)
-        return fully_shard(model), args, kwargs
-
-    def step(trained: Any) -> torch.Tensor:
-        model, args, kwargs = trained
-        torch.manual_seed(rank)
-        outputs = model(*args, **kwargs)
-        loss: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
-        loss.backward()
-        return loss.detach()
-
-    def peak(trained: Any) -> int:
-        found = torch.tensor(lowtide.measure(step, trained).peak_bytes)
-        trained[0].zero_grad(set_to_none=True)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found)
-
+    sharding = Sharding(name)
+    rank, sharded, step, peak = sharding.rank, sharding.sharded, sharding.step, sharding.peak
     ways = {"FSDP2": sharded(), "checkpointed": sharded(checkpointed=True)}
-    peaks = {way: max(peak(trained) for _ in range(3)) for way, trained in ways.items()}
+    peaks = {way: peak(trained) for way, trained in ways.items()}
     ways["planned"] = sharded()
-    model, args, kwargs = ways["planned"]
+    model, args, kwargs, _ = ways["planned"]
     began = time.perf_counter()
     lowtide.rematerialize(model, args, kwargs, budget=peaks["checkpointed"])
     planning_seconds = time.perf_counter() - began
     (plan,) = lowtide.plans(model)
-    peaks["planned"] = max(peak(ways["planned"]) for _ in range(3))
+    peaks["planned"] = peak(ways["planned"])
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     equal = True
     for _ in range(rounds):
@@ -111,14 +148,14 @@ def _train(name: str, rounds: int) -> int:
             taken = torch.tensor(time.perf_counter() - start)
             dist.all_reduce(taken, op=dist.ReduceOp.MAX)
             seconds[way].append(float(taken))
-        gradients = [[p.grad.to_local() for p in trained[0].parameters()] for trained in ways.values()]
+        gradients = [[p.grad.to_local() for p in trained.model.parameters()] for trained in ways.values()]
         for other in gradients[1:]:
             equal &= all(torch.equal(one, two) for one, two in zip(gradients[0], other, strict=True))
         equal &= all(torch.equal(losses[0], loss) for loss in losses)
         for trained in ways.values():
-            trained[0].zero_grad(set_to_none=True)
+            trained.model.zero_grad(set_to_none=True)
     try:
-        lowtide.rematerialize(sharded()[0], args, kwargs, budget=1)
+        lowtide.rematerialize(sharded().model, args, kwargs, budget=1)
         least = 0
     except lowtide.InfeasibleBudgetError as error:
         least = error.minimum_bytes

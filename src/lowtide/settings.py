@@ -109,6 +109,11 @@ class Settings:
             parse_budget(self.offload_budget, 1 << 40, what="offload_budget")
 
     @property
+    def waits(self) -> bool:
+        """Whether others run between the two passes of a call, within the same budget."""
+        return self.in_flight > 1 or self.beside_bytes is not None
+
+    @property
     def given(self) -> int | str:
         """The one budget of the two."""
         given = self.budget if self.budget is not None else self.total_budget

@@ -105,6 +105,18 @@ def test_one_graph() -> None:
     assert _peak(compiled, x) <= budget
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_graphs_move_tensors(breaks: bool, tmp_path: Path) -> None:
+    """To a file and back, within one budget."""
+    plain, model, x = _pair(dropout=0.2, breaks=breaks)
+    options = {"budget": _budget(plain, x, 0.5), "planner": "offload{effort=0}", "compiler": "eager"}
+    compiled = torch.compile(model, backend=backend, options={**options, "offload": f"disk:{tmp_path}"})
+    _train_alike(plain, model, compiled, x)
+    assert _peak(compiled, x) <= options["budget"]
+    schedules = [one.entry.plan.schedule for budget in _BUDGETS for one in budget.record.passes]
+    assert any(schedule.moves for schedule in schedules)
+
+
 def test_gradients_of_another_layout_than_expected(caplog: pytest.LogCaptureFixture) -> None:
     """A sum hands back an expanded gradient: the graph is planned again in its own place, not beside itself."""
     torch.manual_seed(0)

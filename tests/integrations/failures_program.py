@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import lowtide
@@ -86,5 +87,11 @@ def too_little_for_one() -> None:
     run.train(batches(1))
 
 
+def in_another_order() -> None:
+    """Two collectives that gloo takes for each other."""
+    for shape in reversed([(4,), (2, 2)]) if _is_last() else [(4,), (2, 2)]:
+        dist.all_reduce(torch.ones(shape))
+
+
 if __name__ == "__main__":
-    perform(restarted, stalled, too_little_for_one)
+    perform(restarted, stalled, too_little_for_one, in_another_order)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -25,8 +24,9 @@ from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
 from lowtide.device.cpu import Cpu
 from lowtide.ir import simulate
 from lowtide.program.distributed.sharded import Gather
+from tests.integrations.collectives import recorded
 from tests.integrations.launch import say
-from tests.integrations.scenarios import perform
+from tests.integrations.scenarios import local, perform
 from tests.integrations.tp_program import BATCH, LENGTH, VOCABULARY, Llama, parallel
 from tests.support.training import QUICK
 
@@ -85,11 +85,6 @@ def assert_same(ours: Run, reference: Run) -> None:
     assert all(torch.equal(local(mine[name]), local(theirs[name])) for name in mine)
 
 
-def local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
-
-
 def seeded(*runs: Run) -> Iterator[Run]:
     """Each from the same state of the generator on."""
     for run in runs:
@@ -106,20 +101,6 @@ def of_all_ranks(peaks: Sequence[int]) -> int:
 
 def plan_of(run: Run) -> lowtide.Plan:
     return lowtide.plans(run.model)[-1]
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """What collectives run inside, in their order, with the sizes of what they move; equal on all ranks, or this fails."""
-    found: list[str] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
-        yield found
-    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
-        if event.name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"):
-            found.append(f"{event.name} {event.input_shapes}")
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    assert all(each == found for each in everyone), everyone
 
 
 def losses_and_peaks(fractions: Sequence[float] = (0.5, 0.3)) -> None:
@@ -153,7 +134,7 @@ def collectives_in_one_order() -> None:
         run.train(batches(1))
         with recorded() as found:
             run.train(batches(1))
-        counts[budget] = [sum(name in each for each in found) for name in ("allgather", "reduce_scatter")]
+        counts[budget] = [sum(name in each for each in found) for name in ("all_gather", "reduce")]
     units = SHAPE.layers + 1
     assert counts["100%"] == [units, units]
     assert counts["18%"][0] > units

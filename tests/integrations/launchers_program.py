@@ -21,9 +21,10 @@ import lowtide
 from lowtide.demo.gpt2 import build_model, draw_batches, load_corpus
 from lowtide.integrations import pytorch_lightning as for_lightning
 from lowtide.integrations import transformers as for_transformers
-from tests.integrations.fsdp_program import SHAPE, batches, local, of_all_ranks, recorded
+from tests.integrations.collectives import recorded
+from tests.integrations.fsdp_program import SHAPE, batches, of_all_ranks
 from tests.integrations.launch import say
-from tests.integrations.scenarios import perform
+from tests.integrations.scenarios import local, perform
 from tests.integrations.sharding import forget, on_cpus
 from tests.integrations.trainers import Rows
 

@@ -25,8 +25,9 @@ from torch.distributed.pipelining import (
 )
 
 import lowtide
+from tests.integrations.collectives import Moved, sent_and_received
 from tests.integrations.launch import say
-from tests.integrations.scenarios import perform
+from tests.integrations.scenarios import local, perform
 from tests.integrations.tp_program import LENGTH, WIDTH, Block
 
 MICRO_BATCHES, ROWS, _STEPS = 4, 2, 4
@@ -57,32 +58,34 @@ def zero_bubble(stages: list[PipelineStage]) -> Any:
 
 @dataclass(slots=True)
 class Run:
-    """A training of this rank's stages."""
+    """A training of this rank's stages. ``moved``: what they sent and received, in order."""
 
     modules: list[nn.Module]
+    moved: list[Moved] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
     gradients: list[list[torch.Tensor]] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
 
-    def train(self, build: Build, stages: list[PipelineStage]) -> Run:
-        schedule, rank = build(stages), dist.get_rank()
+    def train(self, build: Build, stages: list[PipelineStage], seed: int = 3) -> Run:
+        schedule = build(stages)
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
-        torch.manual_seed(3)
-        for _ in range(_STEPS):
-            given, target = torch.randn(2, MICRO_BATCHES * ROWS, LENGTH, WIDTH)
-            losses: list[torch.Tensor] = []
-            arguments = (given,) if rank == 0 else ()
-            options = {"target": target, "losses": losses} if rank == dist.get_world_size() - 1 else {}
+        torch.manual_seed(seed)
+        with sent_and_received() as self.moved:
+            for _ in range(_STEPS):
+                given, target = torch.randn(2, MICRO_BATCHES * ROWS, LENGTH, WIDTH)
+                losses: list[torch.Tensor] = []
+                arguments = (given,) if stages[0].is_first else ()
+                options = {"target": target, "losses": losses} if stages[-1].is_last else {}
 
-            def compute(arguments: Any = arguments, options: Any = options) -> None:
-                schedule.step(*arguments, **options)
+                def compute(arguments: Any = arguments, options: Any = options) -> None:
+                    schedule.step(*arguments, **options)
 
-            self.peaks.append(lowtide.measure(compute).peak_bytes)
-            self.losses.append([loss.item() for loss in losses])
-            self.gradients.append([p.grad.clone() for p in parameters if p.grad is not None])
-            optimizer.step()
-            optimizer.zero_grad()
+                self.peaks.append(lowtide.measure(compute).peak_bytes)
+                self.losses.append([loss.item() for loss in losses])
+                self.gradients.append([local(p.grad).clone() for p in parameters if p.grad is not None])
+                optimizer.step()
+                optimizer.zero_grad()
         return self
 
 
@@ -120,6 +123,8 @@ def gradient_bytes(module: nn.Module) -> int:
 
 def assert_same(ours: Run, reference: Run) -> None:
     assert ours.losses == reference.losses, (ours.losses, reference.losses)
+    assert ours.moved == reference.moved
+    assert len(ours.moved) >= 2 * MICRO_BATCHES * _STEPS
     for mine, theirs in zip(ours.gradients, reference.gradients, strict=True):
         assert len(mine) == len(theirs)
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -260,24 +265,8 @@ def _sharded_stage(budget: int | None, build: Build, in_flight: Sequence[int]) -
         kept += whole_bytes if in_flight[stage] == 1 else 0
         options: dict[str, Any] = {"in_flight": in_flight[stage], "reserve": kept, "planner": "auto{effort=1}"}
         lowtide.rematerialize(module, (sample,), budget=budget, **options)
-    schedule = build([PipelineStage(module, stage, 2, torch.device("cpu"), group=ranks)])
-    optimizer, run = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False), Run([module])
-    torch.manual_seed(3 + mesh["shard"].get_local_rank())
-    for _ in range(_STEPS):
-        given, target = torch.randn(2, MICRO_BATCHES * ROWS, LENGTH, WIDTH)
-        losses: list[torch.Tensor] = []
-        arguments = (given,) if stage == 0 else ()
-        asked = {"target": target, "losses": losses} if stage == 1 else {}
-
-        def compute(arguments: Any = arguments, asked: Any = asked) -> None:
-            schedule.step(*arguments, **asked)
-
-        run.peaks.append(lowtide.measure(compute).peak_bytes)
-        run.losses.append([loss.item() for loss in losses])
-        run.gradients.append([p.grad.to_local().clone() for p in module.parameters()])  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-    return run
+    stages = [PipelineStage(module, stage, 2, torch.device("cpu"), group=ranks)]
+    return Run([module]).train(build, stages, seed=3 + mesh["shard"].get_local_rank())
 
 
 def sharded_stages() -> None:

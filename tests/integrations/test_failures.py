@@ -35,3 +35,11 @@ def test_a_rank_that_stalls() -> None:
 def test_too_little_memory_on_one_rank() -> None:
     """Is heard on all, before the first step."""
     assert torchrun(_PROGRAM, "too_little_for_one").count("passed") == 2
+
+
+@pytest.mark.slow
+def test_the_recorder_hears_of_another_order() -> None:
+    """Which no rank notices by itself."""
+    code, output = ended(*_TORCHRUN, "-m", _PROGRAM, "in_another_order")
+    assert code != 0
+    assert "AssertionError: group 0, ranks" in output

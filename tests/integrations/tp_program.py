@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import lowtide
 from lowtide.device.cpu import Cpu
+from tests.integrations.collectives import recorded
 from tests.integrations.launch import say
 from tests.integrations.scenarios import perform
 
@@ -326,11 +327,10 @@ def distributed_arguments() -> None:
 
 
 def collectives(model: Llama, batch: torch.Tensor) -> list[str]:
-    """What gloo ran in a step, in order, with the sizes."""
-    with torch.profiler.profile(record_shapes=True) as profile:
+    """Those of a step, in order, with the sizes; equal on all ranks."""
+    with recorded() as found:
         own_loss(model, batch).backward()  # type: ignore[no-untyped-call]
-    found = [event for event in profile.events() if event.name.startswith("gloo:")]
-    return [f"{event.name} {event.input_shapes}" for event in sorted(found, key=lambda event: event.time_range.start)]
+    return found
 
 
 def collectives_in_one_order() -> None:
@@ -342,8 +342,6 @@ def collectives_in_one_order() -> None:
         planned(model, batch, batch, budget="55%")
         ours = [collectives(model, given) for given in (batch, other)]
         assert any(plan.overhead > 0 for plan in lowtide.plans(model))
-        first, second = everywhere(ours)
-        assert first == second
         assert list(map(sorted, ours)) == list(map(sorted, alone)), (ours, alone)
         assert len(ours[0]) > 2 * LAYERS
         say(f"{len(ours[0])} collectives in a step")

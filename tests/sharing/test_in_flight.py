@@ -12,7 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.capture import capture
-from lowtide.ir import simulate
+from lowtide.ir import keep_all_schedule, simulate
 from lowtide.pipeline import in_flight_planners, program_costs
 from lowtide.planning import Plan
 from lowtide.settings import Settings
@@ -38,21 +38,21 @@ def planned(budget: int | str, in_flight: int, **options: Any) -> tuple[nn.Modul
     return model, plan
 
 
-def step(model: nn.Module, ahead: int) -> None:
+def step(model: nn.Module, ahead: int, squared: bool = False) -> None:
     """So many forward passes ahead of the backward passes, the oldest first."""
     torch.manual_seed(1)
     waiting = []
     for batch in BATCHES:
-        waiting.append(model(batch))
+        waiting.append(model(batch).square() if squared else model(batch))
         if len(waiting) == ahead:
             waiting.pop(0).sum().backward()
     while waiting:
         waiting.pop(0).sum().backward()
 
 
-def peak(model: nn.Module, ahead: int) -> int:
+def peak(model: nn.Module, ahead: int, squared: bool = False) -> int:
     model.zero_grad()
-    return lowtide.measure(step, model, ahead).peak_bytes
+    return lowtide.measure(step, model, ahead, squared).peak_bytes
 
 
 @pytest.mark.parametrize(("ahead", "share"), [(2, 0.6), (2, 0.8), (4, 0.6), (4, 0.8)])
@@ -91,6 +91,18 @@ def test_as_many_calls_as_were_planned_for(caplog: pytest.LogCaptureFixture) -> 
     model, _ = planned("80%", 4)
     step(model, 4)
     assert not caplog.records
+
+
+def test_plans_of_other_sizes_save_no_more() -> None:
+    """Of smaller micro-batches all is kept. One of the others has room for that, but not beside as many that wait."""
+    model, plan = planned(int(0.6 * peak(blocks(), 4)), 4)
+    before = peak(model, 4, squared=True)
+    ((entry,),) = model.forward.entries.values()  # type: ignore[attr-defined]
+    keep_all = simulate(plan.graph, plan.costs, keep_all_schedule(plan.graph))
+    entry.plan = dataclasses.replace(plan, budget_bytes=keep_all.peak_bytes)
+    model(SAMPLE[:16]).square().sum().backward()
+    assert peak(model, 4, squared=True) == before
+    assert [one.overhead > 0 for one in lowtide.plans(model)] == [True, False]
 
 
 def test_percentages_are_of_so_many_calls() -> None:

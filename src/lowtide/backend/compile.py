@@ -18,7 +18,9 @@ from lowtide.runtime.parts.shared import SharedBudget
 from lowtide.runtime.parts.sharing_forward import SharingForward
 from lowtide.settings import Settings
 
-_OPTIONS = ("budget", "total_budget", "reserve", "planner", "compiler", "seed", "chunked_loss")
+_OPTIONS = (
+    "budget", "total_budget", "reserve", "planner", "compiler", "seed", "chunked_loss", "offload", "offload_budget",
+)  # fmt: skip
 _BUDGETS: weakref.WeakSet[GraphsBudget] = weakref.WeakSet()  # each is owned by its graphs
 
 

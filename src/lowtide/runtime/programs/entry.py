@@ -31,6 +31,7 @@ from lowtide.runtime.programs.modes import fixed_modes, modes_as, modes_of
 from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 from lowtide.settings import Settings
+from lowtide.sharing import Member
 
 Signature = tuple[Any, ...]
 _MOST_SCHEDULES = 8  # that are offered to siblings
@@ -228,12 +229,18 @@ class Siblings:
             self.version += 1
         entry.version = self.version
 
-    def take_over(self, entry: Entry) -> None:
-        """Give ``entry`` a schedule that was found for another since it was planned, where that is quicker."""
+    def take_over(self, entry: Entry, *, waits: bool) -> None:
+        """Give ``entry`` a schedule that was found for another since it was planned, where that is quicker. ``waits``: others
+        run between its two passes, in the room that it leaves now, so it may save no more by another."""
         entry.version, plan = self.version, entry.plan
+        member = Member(entry.program, plan.costs)
+        saved = member.footprint(plan.schedule).saved_bytes if waits else 0
         for schedule in self.schedules:
             run = simulate(plan.graph, plan.costs, schedule)
-            if run.peak_bytes <= plan.budget_bytes and run.time_ns < (1 - _GAIN) * plan.time_ns:
+            fits = run.peak_bytes <= plan.budget_bytes and not (
+                waits and member.footprint(schedule).saved_bytes > saved
+            )
+            if fits and run.time_ns < (1 - _GAIN) * plan.time_ns:
                 found = plan.with_schedule(schedule, run)
                 plan = found if entry.arena is None or found.is_placed else plan
         if plan is not entry.plan:

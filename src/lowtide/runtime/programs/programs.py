@@ -99,7 +99,7 @@ class Programs:
                     entry.calls += 1
                     self.improving.exchange(entry)
                     if entry.siblings is not None and entry.version != entry.siblings.version:
-                        entry.siblings.take_over(entry)
+                        entry.siblings.take_over(entry, waits=self.shares_budget or self.settings.waits)
                     return self.rescue.within(entry)
         return None
 
