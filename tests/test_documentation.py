@@ -20,6 +20,7 @@ _LINK = re.compile(r"\]\(([^)#\s]+)")
 _SLOW = {
     *("quickstart.md", "custom-kernels.md", "parts.md", "walkthrough.md"),
     *("budgets.md", "slower.md", "why-not-checkpointing.md", "lengths.md"),
+    *("checkpoints.md", "chunked-loss.md", "max-batch.md", "offload.md", "optimizer.md"),
     *("trainer.md", "lightning.md", "accelerate.md", "diffusers.md", "compile.md", "several-gpus.md"),
 }
 

@@ -27,7 +27,7 @@ class _Checking(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, WIDTH))
-            for _ in range(3)
+            for _ in range(2)
         )
         self.check, self.counts = check, counts
         self.calls, self.last = 0, torch.zeros(())

@@ -86,6 +86,7 @@ def _owned(model: nn.Module) -> list[bool]:
     return [owns_tangents(plan.graph) for plan in lowtide.plans(model)]
 
 
+@functools.cache
 def _least(factory: Callable[[], nn.Module] = Classifier) -> int:
     with pytest.raises(lowtide.InfeasibleBudgetError) as raised:
         lowtide.rematerialize(make(factory), *_inputs(0), budget=1, planner=QUICK)

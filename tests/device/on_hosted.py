@@ -201,7 +201,7 @@ def test_moved_to_the_host(name: str, device: torch.device) -> None:
         lowtide.rematerialize(case(name, device)[0], (x,), **options | {"offload": "disk"})
 
 
-@pytest.mark.parametrize("device", [FIRST, SECOND])
+@pytest.mark.parametrize("device", [FIRST, pytest.param(SECOND, marks=pytest.mark.slow)])
 def test_states_of_an_optimizer_on_the_host(device: torch.device) -> None:
     """Between updates; the same results, predicted to the byte."""
     torch.manual_seed(0)
@@ -288,7 +288,7 @@ def test_what_does_not_repeat_its_bits_runs_once() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("device", [FIRST, SECOND])
+@pytest.mark.parametrize("device", [FIRST, pytest.param(SECOND, marks=pytest.mark.slow)])
 def test_parts(device: torch.device) -> None:
     """A model in parts stays within its budget where its own device is, current or not."""
     model, x = Deciding().to(device), torch.randn(8, 16, 32, device=device)
@@ -477,6 +477,7 @@ def test_a_device_with_less_than_the_budget(name: str, where: str, caplog: pytes
 # --- what runs on GPUs by ``make gpu`` -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "tiny", lambda: (convolutions(), (torch.randn(8, 3, 12, 12),), {}))
     rows = sweep_model("tiny", ["60%"], iterations=2, timings=1, device="hosted:1")
@@ -484,6 +485,7 @@ def test_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(rows[0]) == []
 
 
+@pytest.mark.slow
 def test_comparison(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = Compared(lambda batch: (perceptron(), (torch.randn(batch, 64),), {}), 64, lambda model: [])
     monkeypatch.setitem(COMPARED, "tiny", tiny)
@@ -501,6 +503,7 @@ def test_demo(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "result.json").read_text())["device"] == "hosted"
 
 
+@pytest.mark.slow
 def test_gpu_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--dry-run", "--results", str(tmp_path)]) == 0
     assert f"-m benchmarks.compare --device hosted:0 --results {tmp_path / 'hosted'}" in capsys.readouterr().out

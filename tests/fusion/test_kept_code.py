@@ -77,17 +77,14 @@ def test_code_for_another_number_of_threads_is_not_taken(monkeypatch: pytest.Mon
     assert misses > 0
 
 
-def test_a_kernel_that_overwrites_is_not_taken_for_one_that_keeps() -> None:
+def test_a_kernel_that_overwrites_is_taken_for_no_other() -> None:
+    """Neither for one that keeps, nor for its operators compiled by somebody else, in the same settings, as a backward pass
+    that keeps its inputs."""
     over = next(found for found in _kernels() if found.overwrites == 0)
     keeping = over.keeping
     assert isinstance(keeping, Kernel)
     assert not keeping.body.donated
     assert keeping.overwrites is None
-
-
-def test_a_kernel_that_overwrites_is_not_taken_for_a_backward_graph() -> None:
-    """The operators of a kernel, compiled by somebody else, in the same settings, as a backward pass that keeps its inputs."""
-    over = next(found for found in _kernels() if found.overwrites == 0)
     # Loaded here: torch warns of its own then, unless kernels were compiled before.
     from torch._inductor import compile_fx
     from torch._inductor.decomposition import select_decomp_table

@@ -42,7 +42,7 @@ class Normed(nn.Module):
 
 
 def _network() -> nn.Module:
-    return WithLoss(residual_blocks(Normed, 5))
+    return WithLoss(residual_blocks(Normed, 3))
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_plans_with_transfers_are_saved_and_reported(disk: str, tmp_path: Path) 
         assert (tmp_path / name).stat().st_size
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_nothing_is_left_of_a_process_that_is_killed(how: int, tmp_path: Path) -> None:
     program = f"""
         import sys, torch

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.dynamic import foresight, habits
+from lowtide.dynamic import foresight, habits, statistics
+from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.run import OnlineRun
-from tests.support.wide import pairs, seeds
+from tests.support.wide import is_wide, pairs, seeds
 
-WIDTH, DEPTH = 64, 10
+WIDTH, DEPTH = 64, 6
 Step = Callable[[int], torch.Tensor]
 
 
@@ -76,6 +77,30 @@ def _statistics(session: lowtide.online, step: Callable[[], object]) -> lowtide.
     return session.statistics
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes on by what operators take here: one, and matrix products eight times that, however busy the machine is."""
+    run, now = Executor.run, [0]
+
+    def timed(executor: Executor, operator: Any, *arguments: Any) -> tuple[Any, int]:
+        taken_ns = 8 if "mm" in operator.name else 1
+        result, _ = run(executor, operator, *arguments)
+        now[0] += taken_ns
+        return result, taken_ns
+
+    monkeypatch.setattr(Executor, "run", timed)
+    monkeypatch.setattr(statistics, "now_ns", lambda: now[0])
+
+
+@pytest.fixture
+def slow_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a plan rebuilds take for ever, so that every plan is worth following."""
+    learn = habits.Habits.learn
+    monkeypatch.setattr(
+        habits.Habits, "learn", lambda known, cycle, room_bytes, _: learn(known, cycle, room_bytes, 10**9)
+    )
+
+
 @pytest.mark.parametrize(("options", "share"), pairs(({}, {"dropout": 0.2}, {"norm": True}), (0.45, 0.7)), ids=str)
 def test_what_repeats_is_planned_and_followed(options: dict[str, float], share: float) -> None:
     """To the bit and within the budget; from the fourth step on nothing goes but by the plan."""
@@ -96,7 +121,7 @@ def test_what_repeats_is_planned_and_followed(options: dict[str, float], share: 
         assert statistics.peak_bytes <= budget
         assert 0 < statistics.evictions == statistics.planned_evictions
         assert statistics.followed > 0.15 * statistics.operators  # both passes; nothing goes in the optimizer's step
-        assert statistics.rematerializations <= ruled.rematerializations
+        assert statistics.rematerialize_ns <= ruled.rematerialize_ns
     assert all(map(torch.equal, expected[4:], found))
     assert all(map(torch.equal, left, ours.state))
 
@@ -139,6 +164,7 @@ def test_one_context_around_the_whole_loop() -> None:
     assert session.statistics.peak_bytes <= budget
 
 
+@pytest.mark.usefixtures("slow_rules")
 def test_plans_get_better_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
 
@@ -157,7 +183,7 @@ def test_plans_get_better_in_the_background(monkeypatch: pytest.MonkeyPatch) -> 
     better = _statistics(session, lambda: program.step(5))
     assert searches
     assert 0 < better.evictions == better.planned_evictions
-    assert better.rematerializations <= first.rematerializations
+    assert better.rematerialize_ns <= first.rematerialize_ns
     assert better.peak_bytes <= budget
 
 
@@ -323,7 +349,7 @@ def test_what_is_held_at_the_end_is_there_though_memory_is_short() -> None:
 
     expected = step()
     budget = int(0.6 * lowtide.measure(step).peak_bytes)
-    for share in (0.5, 0.7, 0.8, 0.9):
+    for share in (0.5, 0.7, 0.8, 0.9) if is_wide() else (0.7, 0.9):
         kept.clear()
         session = lowtide.online(budget, planning="wait", warn_above=1e9)
         for number in range(5):
@@ -405,10 +431,10 @@ def test_other_threads_read_what_is_evicted_while_searches_begin(monkeypatch: py
 def test_more_lengths_than_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ones keep their plans, and no more are made."""
     monkeypatch.setattr(habits, "_MOST_PLANS", 3)
-    program = _Program(depth=6)
+    program = _Program(depth=4)
     session = lowtide.online(int(0.6 * _peak(program)), planning="wait")
     planned = []
-    for number in range(36):
+    for number in range(30):
         with session:
             program.step(number, 200 + 8 * (number % 6))
         planned.append(session.statistics.planned_evictions > 0)
@@ -476,6 +502,7 @@ def test_arguments() -> None:
     assert lowtide.online("1GiB", policy="ignore").settings.habits is None
 
 
+@pytest.mark.usefixtures("slow_rules")
 @pytest.mark.parametrize("seed", seeds(8, 200))
 def test_random_programs(seed: int) -> None:
     """Any order of reads, writes and releases, several results, random numbers: the plan is followed, and bits are the same."""

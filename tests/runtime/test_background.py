@@ -25,6 +25,7 @@ from lowtide.planning.cache import PlanRequest
 from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.records import assert_same_records, run_training, scalar_loss, training_step
 from tests.support.training import copy_inputs, make
+from tests.support.wide import is_wide
 
 BUDGET = "50%"
 STEP = training_step(scalar_loss)
@@ -69,13 +70,14 @@ def _is_alive(process: int) -> bool:
 
 
 def test_every_step_is_as_eager_and_within_the_budget_while_plans_change() -> None:
-    expected = run_training(make(_network), rows(), STEP, 40)
+    steps = 40 if is_wide() else 16
+    expected = run_training(make(_network), rows(), STEP, steps)
     model = _prepared()
     (plan,) = lowtide.plans(model)
     assert _searching(model) is not None
     records, plans, peaks = [], [], []
-    for iteration in range(40):
-        if iteration == 30:
+    for iteration in range(steps):
+        if iteration == steps - 6:
             assert lowtide.wait(model, 120)
         args, kwargs = copy_inputs(rows()(iteration))
         model.zero_grad(set_to_none=True)
@@ -85,7 +87,7 @@ def test_every_step_is_as_eager_and_within_the_budget_while_plans_change() -> No
         plans.append(lowtide.plans(model)[0])
     assert all(peak == one.peak_bytes <= plan.budget_bytes for peak, one in zip(peaks, plans, strict=True))
     fresh = _prepared()
-    records = run_training(fresh, rows(), STEP, 40)
+    records = run_training(fresh, rows(), STEP, steps)
     assert_same_records(records, expected)
     assert lowtide.wait(fresh, 120)
 
@@ -149,7 +151,7 @@ def test_the_search_ends_with_its_model(how: str) -> None:
     assert not _is_alive(process)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_the_search_ends_with_the_process(number: signal.Signals) -> None:
     """However that ends."""
     code = (

@@ -98,7 +98,7 @@ def test_every_shape_is_as_eager_and_within_the_budget(
 @needs_2_13
 @pytest.mark.parametrize(
     ("width", "first"),
-    [(None, 0), (64, 0), (64, 3)],
+    [(None, 0), pytest.param(64, 0, marks=pytest.mark.slow), (64, 3)],
     ids=["all but the last column", "of a wide table", "further below"],
 )
 def test_shapes_of_slices(width: int | None, first: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from lowtide.settings import Settings
 from lowtide.sharing.in_flight import plan_in_flight
 from tests.support.training import QUICK
 from tests.support.versions import needs_2_13
+from tests.support.wide import is_wide
 
 
 def blocks() -> nn.Module:
@@ -142,7 +143,7 @@ def test_the_least_budget_does_for_any_measured_times() -> None:
     with pytest.raises(lowtide.InfeasibleBudgetError) as found:
         within(30_000, seed=0)
     least = found.value.minimum_bytes
-    for seed in (37, 38, 39):  # by the times of 38 the search itself finds nothing within it
+    for seed in (37, 38, 39) if is_wide() else (38,):  # by the times of 38 the search itself finds nothing within it
         plan = within(least, seed)
         assert plan.peak_bytes + plan.waiting_bytes <= least
         assert plan.time_ns == simulate(plan.graph, plan.costs, plan.schedule).time_ns

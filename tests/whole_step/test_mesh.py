@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.support.versions import needs_known_fsdp2
 pytestmark = needs_known_fsdp2
 
 _SIZES = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "use_cache": False,
 }  # fmt: skip
 
@@ -35,6 +36,7 @@ def llama(device: str = "meta") -> tuple[nn.Module, dict[str, torch.Tensor]]:
         return LlamaForCausalLM(LlamaConfig(**_SIZES)), {"input_ids": rows, "labels": rows}
 
 
+@functools.cache
 def fitted(mesh: str, **options: Any) -> lowtide.Fit:
     model, kwargs = llama()
     return lowtide.fits(model, (), kwargs, mesh=mesh, **{"device": "H100-80GB", "planner": "auto{effort=0}", **options})
@@ -74,12 +76,12 @@ def test_every_block_checkpointed() -> None:
     with pretended({"dp": 2}) as mesh:
         spread(model, mesh)
         plan = lowtide.plan(model, (), kwargs, budget="100%", planner="keep-all")
-    schedule = checkpointed(plan.graph, plan.costs, [f"model.layers.{i}" for i in range(3)])
+    schedule = checkpointed(plan.graph, plan.costs, [f"model.layers.{i}" for i in range(2)])
     check(plan.graph, schedule)
     runs = [step.op for step in schedule.steps[schedule.boundary :] if isinstance(step, Compute)]
     again = [plan.graph.ops[op] for op in runs if plan.graph.ops[op].phase is Phase.FORWARD]
-    assert {op.module.split(".")[2] for op in again} == {"0", "1", "2"}
-    assert sum(op.target == GATHER_TARGET for op in again) == 3
+    assert {op.module.split(".")[2] for op in again} == {"0", "1"}
+    assert sum(op.target == GATHER_TARGET for op in again) == 2
     assert simulate(plan.graph, plan.costs, schedule).peak_bytes < plan.peak_bytes
 
 
