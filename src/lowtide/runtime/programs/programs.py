@@ -77,8 +77,7 @@ class Programs:
         return entry.plan.budget_bytes - entry.plan.peak_bytes
 
     def terms_from(self, states: int) -> int | None:
-        """The flat input from which on gradients leave as the terms of their sums, where the first ``states`` are the model's;
-        ``None`` where none does."""
+        """The flat input from which on gradients leave as the terms of their sums, if any; the first ``states`` are the model's."""
         return 0 if self.in_terms else None
 
     @property
@@ -200,9 +199,8 @@ class Programs:
         """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
         inputs, state, _ = self._flat(sample.args, sample.kwargs)
         # Of distributed tensors the global sizes are in the program as well, of sparse ones the numbers of their entries.
-        if any(spec_of(tensor) is not None or tensor.layout is not torch.strided for tensor in inputs):
-            return None, None, None
-        kin, shapes = self._kins.of(key, inputs, len(state.tensors))
+        special = any(spec_of(tensor) is not None or tensor.layout is not torch.strided for tensor in inputs)
+        kin, shapes = (None, None) if special else self._kins.of(key, inputs, len(state.tensors))
         if kin is None or shapes is None:
             return None, None, None
 
