@@ -3,6 +3,7 @@ costs that are quick to measure, plans that are quick to find."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ os.environ.setdefault("LOWTIDE_PLAN_CACHE", "0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    with contextlib.suppress(ImportError):  # where the tests of a device run alone
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])  # other programs may be
+        settings.load_profile("busy")
     if "not slow" in config.getoption("markexpr"):
         wide.narrow()
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.cost import synthetic
+from lowtide import pipeline
+from lowtide.cost import analytical_costs, synthetic
 
 WIDTH = 32
 
@@ -353,8 +354,11 @@ def test_a_percentage_when_the_last_part_has_become_none() -> None:
     assert model.forward.parts.outside() and not lowtide.plans(model)
 
 
-def test_what_a_hook_takes_apart_does_not_become_whole_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_hook_takes_apart_does_not_become_whole_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a whole it can no longer be captured: where its parts do not fit, that is said at once."""
+    monkeypatch.setattr(pipeline, "measure_costs", lambda program, **_: analytical_costs(program))  # no clock
 
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Sigmoid(), nn.Linear(128, WIDTH))

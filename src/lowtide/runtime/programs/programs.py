@@ -77,7 +77,7 @@ class Programs:
         return entry.plan.budget_bytes - entry.plan.peak_bytes
 
     def terms_from(self, states: int) -> int | None:
-        """The flat input from which on gradients leave as the terms of their sums, if any; the first ``states`` are the model's."""
+        """The flat input from which on gradients leave as terms of their sums, if any; the first ``states`` are the model's."""
         return 0 if self.in_terms else None
 
     @property
