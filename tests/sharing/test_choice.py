@@ -8,7 +8,8 @@ from torch import nn
 
 import lowtide
 from lowtide.capture import capture
-from lowtide.pipeline import make_program_plan, program_costs, share_planners
+from lowtide.cost import analytical_costs
+from lowtide.pipeline import make_program_plan, share_planners
 from lowtide.planning import Plan
 from lowtide.settings import Settings
 from lowtide.sharing import Constraint, Member, Plans, Share, choose, sequential_constraints
@@ -136,7 +137,7 @@ def test_where_training_waits_searches_are_brief(planner: str, brief: bool, used
 def _member(width: int, layers: int) -> Member:
     model = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
     program = capture(model, (torch.randn(256, width),), {}).program
-    return Member(program, program_costs(program))
+    return Member(program, analytical_costs(program))
 
 
 def _around(member: Member) -> list[Constraint]:
