@@ -21,7 +21,6 @@ from lowtide.runtime.updates.moving_states import AwayState
 from tests.support.wide_layers import LAYERS, WEIGHT_BYTES, WideLayers, batch
 
 Make = Callable[[nn.Module], optim.Optimizer]
-ROOM_BYTES = 4 * WEIGHT_BYTES  # as all gradients take
 _MAKES: dict[str, Make] = {
     "SGD with momentum": lambda m: optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1),
     "AdamW": lambda m: optim.AdamW(m.parameters(), lr=1e-2),
@@ -38,7 +37,7 @@ class Pair:
         self.planned = copy.deepcopy(self.plain)
         self.eager, self.ours = make(self.plain), make(self.planned)
         self.number = 0
-        given = {} if "total_budget" in more else {"budget": ROOM_BYTES}
+        given = {} if "total_budget" in more else {"budget": 6 * WEIGHT_BYTES}
         options: dict[str, Any] = {"planner": "auto{effort=0}", "offload": f"disk:{folder}", "optimizer": self.ours}
         lowtide.rematerialize(self.planned, (batch(0),), keep_gradients=True, **options, **given, **more)
 
@@ -89,7 +88,7 @@ def test_clipping_by_the_norm_of_all_holds_one_at_a_time(make: Make, tmp_path: P
         pair.end()
     given = batch(9)
     measured = lowtide.measure(lambda: pair.planned(given).backward())
-    assert measured.peak_bytes == plan.peak_bytes <= plan.budget_bytes == ROOM_BYTES
+    assert measured.peak_bytes == plan.peak_bytes <= plan.budget_bytes == 6 * WEIGHT_BYTES
     stepped = lowtide.measure(pair.ours.step)
     assert stepped.peak_bytes < 5 * WEIGHT_BYTES  # two gradients, and what an update takes
 
@@ -103,7 +102,7 @@ def test_where_there_is_room_they_stay(tmp_path: Path) -> None:
 
 def test_with_states_that_move(tmp_path: Path) -> None:
     held = sum(p.nbytes for p in WideLayers().parameters()) + batch(0).nbytes
-    pair = Pair(tmp_path, _MAKES["AdamW"], total_budget=held + ROOM_BYTES)
+    pair = Pair(tmp_path, _MAKES["AdamW"], total_budget=held + 6 * WEIGHT_BYTES)
     for _ in range(3):
         pair.backward()
         assert len(pair.away) == LAYERS

@@ -44,7 +44,7 @@ _MAKES: dict[str, Make] = {
 class Pair:
     """A model in eager, and the same planned so that its optimizer's states have no room beside its passes."""
 
-    def __init__(self, make: Make, folder: Path, *, weights: int = 8, steps: int = 0, **more: Any) -> None:
+    def __init__(self, make: Make, folder: Path, *, weights: int = 12, steps: int = 0, **more: Any) -> None:
         torch.manual_seed(0)
         self.plain = WideLayers()
         self.planned = copy.deepcopy(self.plain)
@@ -103,7 +103,7 @@ def _chosen() -> dict[str, Make]:
 
 @pytest.mark.parametrize("make", _chosen().values(), ids=_chosen())
 def test_equal_to_the_bit_and_within_the_total_budget(make: Make, tmp_path: Path) -> None:
-    weights = 5 if make in (_MAKES["SGD with momentum"], _MAKES["Adagrad"]) else 8  # of one state or more
+    weights = 5 if make in (_MAKES["SGD with momentum"], _MAKES["Adagrad"]) else 12  # of one state or more
     pair = Pair(make, tmp_path, weights=weights)
     (plan,) = lowtide.plans(pair.planned)
     assert "moving states" in str(plan)
@@ -136,28 +136,28 @@ def test_the_schedule_fetches_before_each_update_and_stores_after_it(tmp_path: P
 
 
 def test_states_that_are_there_already_leave_before_the_first_pass(tmp_path: Path) -> None:
-    pair = Pair(_MAKES["Adam with amsgrad"], tmp_path, weights=10, steps=2)
+    pair = Pair(_MAKES["Adam with amsgrad"], tmp_path, weights=14, steps=2)
     assert len(pair.away) == 3 * LAYERS
     pair.step()
     pair.check()
 
 
 def test_where_there_is_room_nothing_moves(tmp_path: Path) -> None:
-    pair = Pair(_MAKES["AdamW of two groups"], tmp_path, weights=30)
+    pair = Pair(_MAKES["AdamW of two groups"], tmp_path, weights=60)
     pair.step()
     assert not pair.away
     pair.check()
 
 
 def test_gradients_that_are_added_up_or_kept(tmp_path: Path) -> None:
-    pair = Pair(_MAKES["AdamW of two groups"], tmp_path)  # gradients take 4 weights, and 8 the states
+    pair = Pair(_MAKES["AdamW of two groups"], tmp_path)  # gradients take 8 weights, and 16 the states
     pair.step()
     with lowtide.accumulating(pair.planned):
         for loss in pair.losses():
             loss.backward()
     pair.step()
     pair.check()
-    handles = [model.layers[2].weight.register_hook(lambda g: g * 0.5) for model in (pair.plain, pair.planned)]
+    handles = [model.layers[3].weight.register_hook(lambda g: g * 0.5) for model in (pair.plain, pair.planned)]
     pair.step()
     pair.check()
     for handle in handles:
@@ -169,7 +169,7 @@ def test_gradients_that_are_added_up_or_kept(tmp_path: Path) -> None:
 
 def test_clipping_by_the_norm_of_all_gradients(tmp_path: Path) -> None:
     """They are kept, and states come one after the other in the step; there is no room for all of them."""
-    pair = Pair(_MAKES["AdamW of two groups"], tmp_path, weights=8, keep_gradients=True)
+    pair = Pair(_MAKES["AdamW of two groups"], tmp_path, weights=13, keep_gradients=True)
     (plan,) = lowtide.plans(pair.planned)
     assert "moving states" not in str(plan)
     for _ in range(3):
@@ -180,7 +180,7 @@ def test_clipping_by_the_norm_of_all_gradients(tmp_path: Path) -> None:
         kept = [parameter.grad for parameter in pair.planned.parameters()]
         measured = lowtide.measure(pair.ours.step)
         pair.eager.step()
-        assert measured.peak_bytes < 2 * LAYERS * WEIGHT_BYTES  # of all states
+        assert measured.peak_bytes < 8 * WEIGHT_BYTES  # not the 16 of all states
         assert all(one is two.grad for one, two in zip(kept, pair.planned.parameters(), strict=True))
         assert len(pair.away) == 2 * LAYERS
         pair.eager.zero_grad()
@@ -209,7 +209,7 @@ def test_other_sizes_and_other_masks(tmp_path: Path) -> None:
 
 def test_checkpoints_of_one_loop_go_into_the_other(tmp_path: Path) -> None:
     make = _MAKES["Adam with amsgrad"]
-    pair = Pair(make, tmp_path, weights=10)
+    pair = Pair(make, tmp_path, weights=14)
     pair.step()
     file = io.BytesIO()
     torch.save(pair.ours.state_dict(), file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-WIDTH, LAYERS, ROWS = 64, 4, 16
+WIDTH, LAYERS, ROWS = 64, 8, 16
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
 
 
