@@ -11,11 +11,11 @@ from torch import nn
 
 import lowtide
 from lowtide import pipeline
-from lowtide.cost import analytical_costs
 from lowtide.fusion import Kernel
 from lowtide.pipeline import captured_program, fused
 from lowtide.program import Program
 from lowtide.settings import Settings
+from tests.support.fixtures import without_clock
 from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.training import MINIMUM, compare_training, prepared
 from tests.support.wide import is_wide
@@ -222,7 +222,7 @@ def test_no_search_for_operators_that_take_longer_anyway(monkeypatch: pytest.Mon
         return made(program, *args, **kwargs)
 
     monkeypatch.setattr(pipeline, "make_program_plan", make)
-    monkeypatch.setattr(pipeline, "measure_costs", lambda program, **_: analytical_costs(program))  # no clock
+    without_clock(monkeypatch)
     monkeypatch.setattr(pipeline, "_COSTLY", -1.0)
     settings = Settings("100%", planner="keep-all", compiler="inductor")
     program, _ = _chosen(Chain(), (torch.randn(1 << 20),), {}, settings)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 import lowtide
-from lowtide import pipeline
 from lowtide.cost import analytical_costs
 from lowtide.ir import Costs
 from lowtide.program.program import Program
+from tests.support.fixtures import without_clock
 from tests.support.networks import generator
 
 WIDTH = 32
@@ -123,7 +123,7 @@ class _Deciding(nn.Module):
 
 def test_second_calls_of_parts_stay_within_the_budget_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of arguments that have not changed in the first step have no room beside the plans of all parts."""
-    monkeypatch.setattr(pipeline, "measure_costs", lambda program, **_: _costs(program))
+    without_clock(monkeypatch, _costs)
     torch.manual_seed(0)
     model, x = _Deciding(), torch.randn(256, WIDTH)
     for block in model.blocks:
@@ -152,7 +152,7 @@ def test_what_begins_to_change_is_copied(
     argument: bool, first: int, fails: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A value that has not changed in the first steps is lost once at most."""
-    monkeypatch.setattr(pipeline, "measure_costs", lambda program, **_: _costs(program))
+    without_clock(monkeypatch, _costs)
     torch.manual_seed(0)
     plain = nn.Sequential(*(_Block() for _ in range(4)))
     for block in plain:

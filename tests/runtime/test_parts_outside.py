@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide import pipeline
-from lowtide.cost import analytical_costs, synthetic
+from lowtide.cost import synthetic
+from tests.support.fixtures import without_clock
 
 WIDTH = 32
 
@@ -358,7 +358,7 @@ def test_what_a_hook_takes_apart_does_not_become_whole_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a whole it can no longer be captured: where its parts do not fit, that is said at once."""
-    monkeypatch.setattr(pipeline, "measure_costs", lambda program, **_: analytical_costs(program))  # no clock
+    without_clock(monkeypatch)
 
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Sigmoid(), nn.Linear(128, WIDTH))

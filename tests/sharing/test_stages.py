@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide import pipeline
 from lowtide.cost import analytical_costs
 from lowtide.ir import Costs
 from lowtide.program.program import Program
 from lowtide.sharing import Assignment, Constraint, Footprint, Member, peak_bytes
 from lowtide.sharing.stages import Pass, most_in_flight, stage_constraints
 from lowtide.sharing.upgrades import quickest, upgraded
+from tests.support.fixtures import without_clock
 from tests.support.training import QUICK
 
 # Of two stages: each stage's micro-batches run forward, and backward in the order in which they came.
@@ -151,7 +151,7 @@ def test_they_stay_within_one_budget(share: float, seed: int | None, monkeypatch
     """Measured, whichever gradients there are and also with smaller micro-batches, whatever takes long, and equal to the
     bit."""
     if seed is not None:
-        monkeypatch.setattr(pipeline, "measure_costs", lambda program, **_: drawn_costs(program, seed))
+        without_clock(monkeypatch, lambda program: drawn_costs(program, seed))
     reference, ours = (Schedule(stages()) for _ in range(2))
     kept = 3 * 2 * ROWS * WIDTH * 4  # copies of the micro-batches, and gradients of the second stage's
     budget = int(share * reference.peak(batches()))

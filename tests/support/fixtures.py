@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from lowtide import pipeline
+from lowtide.cost import analytical_costs
+from lowtide.ir import Costs
+from lowtide.program import Program
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -23,3 +28,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def without_clock(patch: pytest.MonkeyPatch, costs: Callable[[Program], Costs] = analytical_costs) -> None:
+    """Plans are made by these ``costs``, whatever else the machine does."""
+    patch.setattr(pipeline, "measure_costs", lambda program, **_: costs(program))
