@@ -50,9 +50,10 @@ def choose(
     last = _Search(members, constraints, planning, found)
     search = last if quick is None else _Search(members, constraints, quick, found_quickly, brief=True)
     try:
-        chosen = search.alone(budget_bytes)
-        fractions = None if chosen else search.refined(search.common_fraction(budget_bytes), budget_bytes)
-        chosen = chosen or search.assignments(fractions or [], budget_bytes)
+        chosen, fractions = search.alone(budget_bytes), None
+        if chosen is None:
+            fractions = search.refined(search.common_fraction(budget_bytes), budget_bytes)
+            chosen = search.assignments(fractions, budget_bytes)
     except InfeasibleBudgetError:
         chosen = search.lowest(budget_bytes)
     else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._decomp.decompositions import upsample_compute_output_size
 
-from lowtide.capture.trace.patches import STANDS_FOR, all_wrapped
+from lowtide.capture.trace.patches import all_wrapped
 from lowtide.objects.walk import parts_of
 
 _LSTM = 2  # the kind of recurrent layer, in oneDNN's operator
@@ -44,7 +44,6 @@ def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
         symbolic = any(isinstance(one, Tensor) and one._has_symbolic_sizes_strides for one in parts_of((args, kwargs)))
         return own(function, *args, **kwargs) if symbolic else function(*args, **kwargs)
 
-    setattr(call, STANDS_FOR, function)
     return call
 
 

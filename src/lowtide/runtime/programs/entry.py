@@ -237,10 +237,9 @@ class Siblings:
         saved = member.footprint(plan.schedule).saved_bytes if waits else 0
         for schedule in self.schedules:
             run = simulate(plan.graph, plan.costs, schedule)
-            fits = run.peak_bytes <= plan.budget_bytes and not (
-                waits and member.footprint(schedule).saved_bytes > saved
-            )
-            if fits and run.time_ns < (1 - _GAIN) * plan.time_ns:
+            if run.peak_bytes > plan.budget_bytes or run.time_ns >= (1 - _GAIN) * plan.time_ns:
+                continue
+            if not waits or member.footprint(schedule).saved_bytes <= saved:
                 found = plan.with_schedule(schedule, run)
                 plan = found if entry.arena is None or found.is_placed else plan
         if plan is not entry.plan:
