@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from lowtide.objects.keys import fingerprint
 from lowtide.objects.structure import Slot, flatten, unflatten
 
 
@@ -47,3 +50,20 @@ def test_a_container_that_is_in_itself() -> None:
     tensors, structure = flatten({"a": held})
     assert tensors == [tensor]
     assert unflatten(structure, [3])["a"] == [3, held]
+
+
+def test_containers_of_every_kind_come_back_as_they_were() -> None:
+    one, two = torch.ones(1), torch.zeros(1)
+    trees: list[Any] = [
+        (), [], {}, (one,), [one, [two]], {"b": one, "a": two}, {1: one, "x": [two]}, {True: one}, {1: one},
+        OrderedDict(b=one, a=(two,)), torch.ones(2, 2).max(1), ((one, {"a": None}), {"a": 1}),
+    ]  # fmt: skip
+    for tree in trees:
+        tensors, structure = flatten(tree)
+        again = unflatten(structure, tensors)
+        leaves, spec = pytree.tree_flatten(again)
+        expected, expected_spec = pytree.tree_flatten(tree)
+        assert type(again) is type(tree) and repr(spec) == repr(expected_spec)
+        assert [*map(id, leaves)] == [*map(id, expected)]
+    kinds = [fingerprint(flatten(tree)[1]) for tree in trees]
+    assert len({repr(kind) for kind in kinds}) == len(trees)

@@ -48,7 +48,7 @@ def model_state(model: nn.Module) -> State:
     """Parameters, then buffers, in registration order, without duplicates."""
     units = begun(model)
     places: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    modules = _named_modules(model)
+    modules = named_modules(model)
     for prefix, module in modules:
         for name, tensor in module._parameters.items():
             if tensor is None:
@@ -72,7 +72,7 @@ def model_state(model: nn.Module) -> State:
     return State(tensors, names, parameters, registered, tuple(units), tuple(distinct.values()))
 
 
-def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """As ``named_modules(remove_duplicate=False)``, with a dot after each name: those are generators in generators, which every
     call of a small model would wait for."""
     found, waiting = [], [("", model)]

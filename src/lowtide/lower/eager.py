@@ -21,7 +21,7 @@ import itertools
 import linecache
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Lowered:
     operators of the forward pass read again in it, and ``reads_outputs`` the forward outputs that it reads; ``writes`` are the
     flat inputs that its forward pass updates. ``inner`` are the forward outputs that others are computed from. ``addresses``:
     where what is allocated goes, if there is an arena: reserved before a pass; whoever resumes the generator ends the latest
-    operator (``AddressTable.end``) when that comes back.
+    operator (``AddressTable.end``) when that comes back. ``chains``: see ``runtime.calls.chain``.
     """
 
     program: Program
@@ -74,6 +74,7 @@ class Lowered:
     writes: tuple[int, ...]
     inner: tuple[int, ...]
     addresses: Addresses | None = None
+    chains: dict[Any, Any] = field(default_factory=dict)
 
 
 def lower(

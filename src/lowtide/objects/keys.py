@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from lowtide.objects.structure import Nested, OpenObject, Slot, flatten
 from lowtide.objects.walk import PLAIN, beside, cell_value, content, exact, fields, is_open
@@ -74,7 +75,7 @@ class _Visit:
             return ("tensor", node.index)
         if isinstance(node, Nested):
             kind = node.spec.context if isinstance(node.spec.context, type) else None  # of a named tuple
-            return (str(node.spec), kind, tuple(map(self.key, node.leaves)))
+            return (_told_of(node.spec), kind, tuple(map(self.key, node.leaves)))
         if isinstance(node, OpenObject):
             return (type(node.prototype), self._items(node.attributes))
         if isinstance(node, torch.Tensor):
@@ -90,6 +91,15 @@ class _Visit:
 
     def _items(self, parts: dict[Any, Any]) -> tuple[Any, ...]:
         return tuple((name if type(name) in _NAMES else self.key(name), self.key(part)) for name, part in parts.items())
+
+
+def _told_of(spec: pytree.TreeSpec) -> Any:
+    """What tells a container of some children apart."""
+    if spec.type is tuple or spec.type is list:
+        return spec.type
+    if spec.type is dict and all(type(name) is str for name in spec.context):
+        return tuple(spec.context)
+    return str(spec)
 
 
 def _parts(node: Any) -> dict[Any, Any]:

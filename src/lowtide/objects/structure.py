@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...], bare: 
     if _is_closed(node) or id(node) in seen:
         return node
     within = (*seen, id(node))
-    if not _is_pytree_leaf(node):
+    if _is_builtin(node) or not _is_pytree_leaf(node):
         leaves, spec = _one_level(node)
         return Nested(spec, tuple(_visit(leaf, tensors, within, bare) for leaf in leaves))
     # A class that pytree does not know is looked into only where it holds tensors.
@@ -181,11 +182,28 @@ def _is_pytree_leaf(node: Any) -> bool:
     return bool(is_leaf(node))
 
 
-def _one_level(node: Any) -> tuple[list[Any], pytree.TreeSpec]:
+def _is_builtin(node: Any) -> bool:
+    """Whether it is a container of Python's own whose specification is known by its length, or by the names in it."""
+    kind = type(node)
+    return kind is tuple or kind is list or (kind is dict and all(type(name) is str for name in node))
+
+
+def _one_level(node: Any) -> tuple[Iterable[Any], pytree.TreeSpec]:
     """The children of a container, itself among them, perhaps. ``tree_flatten`` leaves a reference cycle behind, which must not
     hold the tensors: so it is the first one asked for that is no leaf."""
+    if type(node) is dict and _is_builtin(node):
+        return node.values(), _spec(dict, tuple(node))
+    if _is_builtin(node):
+        kind: Any = type(node)
+        return node, _spec(kind, len(node))
     answers = iter((False,))
     return pytree.tree_flatten(node, is_leaf=lambda _: next(answers, True))
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(kind: Any, form: int | tuple[str, ...]) -> pytree.TreeSpec:
+    """Of a tuple or list of this length, or a dictionary with these names."""
+    return pytree.tree_structure(dict.fromkeys(form) if isinstance(form, tuple) else kind(range(form)))
 
 
 def _emptied(node: Any, attributes: dict[str, Any]) -> Any:

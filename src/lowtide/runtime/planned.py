@@ -121,6 +121,11 @@ class Planned(Programs):
             return self._run_unplanned(sample.args, sample.kwargs)
         return self._run_planned(entry, sample, inputs, tree)
 
+    @property
+    def kind(self) -> tuple[type, str] | None:
+        """What others of the same program share; ``None`` where there are none."""
+        return None
+
     def _is_trained(self) -> bool:
         return self.model.training
 

@@ -115,6 +115,13 @@ class Member:
         return self._bytes_of(self.program.graph.forward_outputs)
 
     @functools.cached_property
+    def gradient_bytes(self) -> tuple[tuple[int, int], ...]:
+        """Flat inputs that have a gradient, each with the bytes of one of its terms."""
+        storages, sizes = [value.storage for value in self.program.graph.values], self.costs.storage_bytes
+        first = dict(reversed(self.program.gradients))
+        return tuple((position, int(sizes[storages[value]])) for position, value in first.items())
+
+    @functools.cached_property
     def least_bytes(self) -> int:
         """Bytes that it needs while it runs, by whatever plan."""
         return working_set_bound(self.program.graph, self.costs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -19,13 +18,13 @@ from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
 from lowtide.program.tangents import owns_tangents
 from lowtide.runtime.calls.arriving import Tangents, expected, is_held, modified, place, wanted
+from lowtide.runtime.calls.chain import Node, ends_of
 from lowtide.runtime.calls.resuming import resumed
 from lowtide.runtime.programs.rescue import Rescue
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 
 # Given besides: whether gradients are kept, whether others hold those that arrived, and the flat inputs.
 ForMask = Callable[[GradientMask, bool, bool, Sequence[torch.Tensor]], Lowered]
-Node = tuple[tuple[int, int], ...]
 Copied = tuple[Sequence[int], Callable[[Mapping[int, torch.Tensor]], bool] | None]
 
 
@@ -70,7 +69,7 @@ class ModelCall:
     first_versions: list[int | None] = field(default_factory=list)  # of what the forward pass writes into
     arrived: Tangents | None = None
     begin: Callable[[], None] | None = None
-    ends: list[int] = field(default_factory=list)
+    ends: Sequence[int] = ()
     ran: int = 0
     next_node: int = 0
     on_backward: Callable[[], None] | None = None
@@ -148,7 +147,7 @@ class ModelCall:
         self.arrived = Tangents(self.lowered, gradients)
         gradients.clear()
         self.tangents.extend(self.arrived.handed())
-        self.ends, self.ran = self._ends(self.lowered), 0
+        self.ends, self.ran = ends_of(self.lowered, self.nodes), 0
 
     def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
         """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
@@ -216,13 +215,7 @@ class ModelCall:
         """Come to where the gradients arrived, by another plan for the same program."""
         self._take(lowered)
         self.generator = self._begun(lowered)
-        self.ends, self.ran = self._ends(lowered), 0
-
-    def _ends(self, lowered: Lowered) -> list[int]:
-        """How many groups of gradients must have run for each node."""
-        made = {lowered.terms[i]: place for place, group in enumerate(lowered.gradient_groups) for i in group.gradients}
-        places = [max((made[term] + 1 for term in each if term in made), default=0) for each in self.nodes]
-        return [*itertools.accumulate(places[:-1], max), len(lowered.gradient_groups)]
+        self.ends, self.ran = ends_of(lowered, self.nodes), 0
 
     def _take(self, lowered: Lowered) -> None:
         """Run by another plan, in whose arena, if there is one, the memory of the former goes."""

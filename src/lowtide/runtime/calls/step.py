@@ -9,7 +9,6 @@ between, as it does in eager.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,12 +22,11 @@ from lowtide.program.results import with_views
 from lowtide.program.sizes import device_of_inputs
 from lowtide.program.targets import UnexpectedValueError
 from lowtide.runtime.calls.arriving import check_arriving, refuse_casts
-from lowtide.runtime.calls.call import Copied, ForMask, ModelCall, Node, noting_failure
+from lowtide.runtime.calls.call import Copied, ForMask, ModelCall, noting_failure
+from lowtide.runtime.calls.chain import nodes_of
 from lowtide.runtime.calls.result_hooks import refuse_hooks
 from lowtide.runtime.programs.rescue import Rescue
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
-
-_SPARE_TERMS = 6  # of a gradient, where a program for other gradients has more of them than the one that ran forward
 
 
 class OutputNode(torch.autograd.Function):
@@ -99,7 +97,9 @@ def run(
     ``late`` says what code would find changed that eager runs in the backward pass."""
     rescues = 0
     while True:
-        nodes = _nodes(lowered, inputs, terms_from, optimizer is None and sum(map(_has_hooks, inputs)) > 1)
+        in_order = optimizer is None and sum(map(_has_hooks, inputs)) > 1
+        linked = tuple(tensor.requires_grad for tensor in inputs)
+        nodes = nodes_of(lowered, linked, terms_from, in_order)
         device_type = device_of_inputs(inputs).type
         call = ModelCall(lowered, for_mask, list(inputs), nodes, device_type, optimizer=optimizer, copied=copied)
         call.rescue, call.rescues, call.late = rescue, rescues, late
@@ -143,22 +143,3 @@ def _linked(call: ModelCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tenso
 def _has_hooks(tensor: torch.Tensor) -> bool:
     """Whether code of the user's is told when its gradient is there."""
     return bool(tensor.requires_grad and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks))
-
-
-def _nodes(
-    lowered: Lowered, inputs: Sequence[torch.Tensor], terms_from: int | None, in_order: bool
-) -> tuple[Node, ...]:
-    """What each node returns: the terms of its group or, ``in_order``, one after the other, as in eager; and whatever else may
-    come for inputs that require a gradient, with their last term or at the end."""
-    places = [group.gradients for group in lowered.gradient_groups]
-    places = [(index,) for index in range(len(lowered.terms))] if in_order else places
-    groups = [[lowered.terms[index] for index in each] for each in places] or [[]]
-    last = {position: group for group in groups for position, _ in group}
-    terms = Counter(position for position, _ in lowered.terms)
-    sums = dict(lowered.program.sums)
-    for position, tensor in enumerate(inputs):
-        if tensor.requires_grad and position not in lowered.program.unlinked:
-            in_terms = terms_from is not None and position >= terms_from
-            most = terms[position] + _SPARE_TERMS if in_terms else sums.get(position, 1)
-            last.get(position, groups[-1]).extend((position, number) for number in range(terms[position], most))
-    return tuple(map(tuple, groups))

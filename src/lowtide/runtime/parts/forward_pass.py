@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from lowtide.runtime.calls.call import ModelCall, maker_of
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry
+from lowtide.sharing import Member
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -26,7 +27,7 @@ class ForwardPass:
     entry: Entry
     call: Callable[[], ModelCall | None]  # a weak reference
     between_bytes: int
-    gradients: tuple[tuple[int, int | tuple[int, int] | None], ...]
+    gradients: tuple[tuple[int, int | tuple[int, int] | None], ...] = ()
     backward_between_bytes: int | None = None
     waiting: tuple[tuple[int, int], ...] | None = None
 
@@ -36,6 +37,10 @@ class ForwardPass:
         found = self.call()
         return found is not None and found.generator is not None
 
+    def is_like(self, other: ForwardPass) -> bool:
+        """Whether it is the same program among the same others, as in another step."""
+        return self.entry is other.entry and (self.gradients, self.waiting) == (other.gradients, other.waiting)
+
     @property
     def between(self) -> tuple[int, int]:
         """Bytes held by no graph in its forward and in its backward pass; before that is over, as in the forward pass."""
@@ -43,16 +48,28 @@ class ForwardPass:
         return self.between_bytes, self.between_bytes if backward is None else backward
 
 
+class Passes(list[ForwardPass]):
+    """Those of a step, in order, which are added at the end."""
+
+    def __init__(self, passes: Iterable[ForwardPass] = ()) -> None:
+        super().__init__(passes)
+        self._left: list[int] = []
+
+    def left_bytes(self) -> list[int]:
+        """See ``left_gradient_bytes``, without sums; worked out once for the backward passes that follow each other."""
+        if len(self._left) != len(self):
+            self._left = left_gradient_bytes(self, sums=False)
+        return self._left
+
+
 def gradients_of(
-    entry: Entry, inputs: Sequence[torch.Tensor], ran: Sequence[ForwardPass]
+    member: Member, inputs: Sequence[torch.Tensor], ran: Sequence[ForwardPass]
 ) -> Iterator[tuple[int, int | tuple[int, int] | None]]:
-    """Of a pass of ``entry`` on ``inputs`` after those that ``ran``, see ``ForwardPass``."""
+    """Of a pass of ``member`` on ``inputs`` after those that ``ran``, see ``ForwardPass``."""
     makers = {id(call): one.key for one in ran if (call := one.call()) is not None}
-    graph, sizes = entry.program.graph, entry.plan.costs.storage_bytes
-    for position, value in dict(reversed(entry.program.gradients)).items():  # one of the terms of each
+    for position, nbytes in member.gradient_bytes:
         tensor = inputs[position]
-        owner = id(tensor) if tensor.grad_fn is None else makers.get(id(maker_of(tensor)))
-        yield int(sizes[graph.values[value].storage]), owner
+        yield nbytes, id(tensor) if tensor.grad_fn is None else makers.get(id(maker_of(tensor)))
 
 
 def waiting_places(ran: Sequence[ForwardPass]) -> list[tuple[int, ...]]:
@@ -97,3 +114,23 @@ def _backward_order(ran: Sequence[ForwardPass]) -> list[int]:
             after = next((i for i, other in enumerate(order) if ran[other].key in waits), len(order))
             order.insert(after, place)
     return order
+
+
+def with_siblings(
+    passes: list[ForwardPass], may_run: Mapping[int, Planned], in_order: Callable[[], Iterable[Planned]]
+) -> list[ForwardPass]:
+    """With passes of modules that ``may_run``, by their ids, but have not yet, such as dropped layers: as those of their kind
+    in the same list. ``in_order``: all modules, in that of the model."""
+    met = {one.key[0] for one in passes}
+    like = {one.graph.kind: one for one in passes if one.graph.kind}
+    missing = {part: like[part.kind] for key, part in may_run.items() if key not in met and part.kind in like}
+    if not missing:
+        return passes
+    parts, found = list(in_order()), list(passes)
+    numbers = {part: number for number, part in enumerate(parts)}
+    for number, part in enumerate(parts):
+        if part in missing:
+            after = [place for place, one in enumerate(found) if numbers.get(one.graph, number) < number]
+            one = dataclasses.replace(missing[part], key=(id(part), 0), call=lambda: None)
+            found.insert(after[-1] + 1 if after else 0, one)
+    return found

@@ -13,12 +13,11 @@ import dataclasses
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.budget import is_percentage
 from lowtide.capture import Captured
@@ -37,14 +36,13 @@ from lowtide.program.sizes import outside_of_model
 from lowtide.runtime.calls.differentiated import DifferentiatedAgain
 from lowtide.runtime.parts.backward_calls import BackwardCalls
 from lowtide.runtime.parts.eager_steps import EagerSteps
-from lowtide.runtime.parts.forward_pass import ForwardPass
+from lowtide.runtime.parts.forward_pass import ForwardPass, with_siblings
 from lowtide.runtime.parts.outside import OutsideWatch
 from lowtide.runtime.parts.recomputed import Recomputation
 from lowtide.runtime.parts.shared import SharedBudget
 from lowtide.runtime.parts.sharing_forward import SharingForward, device_of
 from lowtide.runtime.parts.step_record import StepRecord
 from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, tried_in
-from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry, Sample, Signature
 from lowtide.runtime.programs.kin import FamilyCall, Kin
 from lowtide.settings import Settings
@@ -63,6 +61,8 @@ class Part(SharingForward):
         self.in_terms = True  # whoever calls the module again, or reads what it reads, adds to gradients
         self.parts = parts
         self.name = name
+        parent, _, last = name.rpartition(".")
+        self._list = parent if last.isdigit() else None
         self.outside: str | None = None
         self.runs_again = False
         self.keeps_nothing = False  # that could be freed, nor do its submodules
@@ -167,11 +167,22 @@ class Part(SharingForward):
     def _may_be_apart(self) -> bool:
         return True
 
+    def is_of(self, module: nn.Module) -> bool:
+        return self._model() is module
+
+    @property
+    def is_there(self) -> bool:
+        return self._model() is not None
+
     @property
     def kind(self) -> tuple[type, str] | None:
         """Its class and the list that it is in, which others share; ``None`` where it is in none."""
-        parent, _, last = self.name.rpartition(".")
-        return (type(self.model), parent) if last.isdigit() else None
+        return None if self._list is None else (type(self.model), self._list)
+
+    @property
+    def may_run(self) -> bool:
+        """By a plan, as far as is known."""
+        return self.outside is None and not self.runs_again
 
 
 class Parts:
@@ -186,7 +197,7 @@ class Parts:
         if settings.total_budget is not None:
             self.shared.outside = outside_of_model(model, settings.optimizer_bytes)
         self._model = weakref.ref(model)
-        self._parts: MutableMapping[nn.Module, Part] = WeakIdKeyDictionary()  # modules may compare as tensors do
+        self._parts: dict[int, Part] = {}  # by the id of the module
         self.watch = OutsideWatch(self.shared)
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self._calls = self._steps = 0
@@ -237,23 +248,10 @@ class Parts:
         return bool(chosen)
 
     def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
-        """With passes of modules that have not run yet, such as dropped layers: as those of their kind in the same list."""
-        parts = list(self._in_order())
-        numbers: dict[Planned, int] = {part: number for number, part in enumerate(parts)}
-        met = {one.key[0] for one in passes}
-        like = {one.graph.kind: one for one in passes if isinstance(one.graph, Part)}
-        found = list(passes)
-        for number, part in enumerate(parts):
-            sibling = like.get(part.kind) if part.kind else None
-            if sibling is None or id(part) in met or part.outside is not None or part.runs_again:
-                continue
-            after = [place for place, one in enumerate(found) if numbers.get(one.graph, number) < number]
-            one = dataclasses.replace(sibling, key=(id(part), 0), call=lambda: None)
-            found.insert(after[-1] + 1 if after else 0, one)
-        return found
+        return with_siblings(passes, {id(part): part for part in self._parts.values() if part.may_run}, self._in_order)
 
     def _in_order(self) -> Iterator[Part]:
-        return (self._parts[module] for _, module in self.model.named_modules() if module in self._parts)
+        return (self._parts[id(module)] for _, module in tried_in(self.model) if id(module) in self._parts)
 
     def decides_sizes_of(self, part: Part) -> bool:
         """Whether a module around it hands it what depends on data: rows that were chosen, say."""
@@ -322,15 +320,18 @@ class Parts:
     @contextlib.contextmanager
     def _standing(self) -> Iterator[None]:
         """Inside, parts stand in the place of submodules."""
-        with forwards_given([(module, self._part(name, module)) for name, module in tried_in(self.model)]):
+        given = [(module, self._part(name, module)) for name, module in tried_in(self.model)]
+        if len(given) < len(self._parts):
+            self._parts = {key: part for key, part in self._parts.items() if part.is_there}
+        with forwards_given(given):
             yield
 
     def _part(self, name: str, module: nn.Module) -> Part:
         """The part that a submodule is, made anew where its code has been replaced since."""
-        part = self._parts.get(module)
+        part = self._parts.get(id(module))
         stands = part is not None and module.__dict__.get("forward") is part
-        if part is None or not (stands or part.given_forward == module.forward):
-            self._parts[module] = part = Part(module, self, name)
+        if part is None or not (part.is_of(module) and (stands or part.given_forward == module.forward)):
+            self._parts[id(module)] = part = Part(module, self, name)
         return part
 
     def lifted(self, part: nn.Module) -> contextlib.AbstractContextManager[None]:

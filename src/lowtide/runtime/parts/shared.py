@@ -37,7 +37,7 @@ from lowtide.program import Program
 from lowtide.program.sizes import Outside, check_device
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.parts.between import HeldBetween
-from lowtide.runtime.parts.forward_pass import ForwardPass, gradients_of, left_gradient_bytes
+from lowtide.runtime.parts.forward_pass import ForwardPass, Passes, gradients_of, left_gradient_bytes
 from lowtide.runtime.parts.room import Measuring, Room, Spare, plan_in_room
 from lowtide.runtime.parts.step_record import Gap, StepRecord
 from lowtide.runtime.planned import Planned
@@ -60,8 +60,7 @@ class SharedBudget:
         self.outside = Outside()
         self.give_way: Callable[[int], bool] | None = None  # asked for so many bytes, whether the next step needs less
         self.steps = 0
-        self.ran: list[ForwardPass] = []
-        self.gaps: list[Gap] = []
+        self.ran, self.gaps = Passes(), list[Gap]()
         self.record = StepRecord()
         # Whether steps differ, so that all are planned as the fullest: adds what may run as well to the passes of a record.
         self.expected: Callable[[list[ForwardPass]], list[ForwardPass]] | None = None
@@ -116,7 +115,7 @@ class SharedBudget:
             self.between.begin_step(self._saved_bytes(pending))
         else:
             self.between.count()
-        self.ran = pending
+        self.ran = Passes(pending)
         self.between.watch()
 
     def enter(self, device: torch.device) -> None:
@@ -142,11 +141,10 @@ class SharedBudget:
     def add(self, graph: Planned, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
         """``graph`` ran by ``entry``."""
         if call is not None:
-            gradients = tuple(gradients_of(entry, inputs, self.ran))
             key = (id(graph), sum(1 for other in self.ran if other.graph is graph))
             waiting = tuple(one.key for one in self._pending()) if self._nested else None
-            between = max(self.between.bytes, 0)
-            one = ForwardPass(key, graph, entry, weakref.ref(call), between, gradients, waiting=waiting)
+            one = ForwardPass(key, graph, entry, weakref.ref(call), max(self.between.bytes, 0), waiting=waiting)
+            one.gradients = tuple(gradients_of(self.member(one)[0], inputs, self.ran))
             call.on_backward = functools.partial(self._measure_between, one)
             call.on_end = self._begin_gap
             self.ran.append(one)
@@ -192,7 +190,7 @@ class SharedBudget:
             return
         place = self.ran.index(one)
         (member, _), *later = map(self.member, self.ran[place:])
-        expected = left_gradient_bytes(self.ran, sums=False)[place] + member.arriving_bytes
+        expected = self.ran.left_bytes()[place] + member.arriving_bytes
         if any(other.waiting is not None for other in self.ran[place:]):  # the order is another one
             now = self.between.beside(self._saved_bytes(self._pending())) or 0
         else:
@@ -282,7 +280,7 @@ class SharedBudget:
         whole = all(one.graph.entries for one in self.ran)
         if whole:
             self.record.merge(self.ran, self.gaps, lambda one: self.member(one)[0].eager.saved_bytes)
-        self.record.passes = self.expected(self.record.passes)
+        self.record.expect(self.expected)
         return whole
 
     def _fits(self) -> bool:
@@ -303,10 +301,12 @@ class SharedBudget:
 
     def _over(self) -> tuple[int, int]:
         """By how much what ran exceeds the budget together, and that."""
-        constraints = self.record.constraints(range(len(self.record.passes)))
-        known = list(map(self.member, self.record.passes))
-        budget, _ = self.budget_for([member for member, _ in known], constraints)
-        return peak_bytes(constraints, [taken for _, taken in known]) - budget, budget
+        if self.record.over is None:
+            constraints = self.record.constraints(range(len(self.record.passes)))
+            known = list(map(self.member, self.record.passes))
+            budget, _ = self.budget_for([member for member, _ in known], constraints)
+            self.record.over = peak_bytes(constraints, [taken for _, taken in known]) - budget, budget
+        return self.record.over
 
     def _replan(self) -> None:
         """Plan all that ran in the last step together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import Captured
+from lowtide.capture.copies import named_modules
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.memory.collector import collect_young
 from lowtide.pipeline import Finish, costs_from, fused
@@ -36,7 +38,8 @@ class SharingForward(Planned):
         self._replaced: Entry | None = None  # by what is being planned in the backward pass
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        self.shared.enter(device_of((*args, *self.model.parameters())))
+        parameters = (one for _, module in named_modules(self.model) for one in module._parameters.values())
+        self.shared.enter(device_of(itertools.chain(args, parameters)))
         return super().call(*args, **kwargs)
 
     def _run_as_it_is(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

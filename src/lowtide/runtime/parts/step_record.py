@@ -16,11 +16,13 @@ Gap = tuple[int, tuple[ForwardPass, ...]]  # most bytes held by no program, and 
 
 
 class StepRecord:
-    """``passes`` in order; ``gaps``: the most bytes that no program held while passes up to this one waited."""
+    """``passes`` in order; ``gaps``: the most bytes that no program held while passes up to this one waited. ``over``: by
+    how many bytes they exceed the budget, and that, once that was asked."""
 
     def __init__(self) -> None:
         self.passes: list[ForwardPass] = []
         self.gaps: dict[Key | None, int] = {}
+        self.over: tuple[int, int] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.passes or any(self.gaps.values()))
@@ -32,23 +34,34 @@ class StepRecord:
 
     def merge(self, ran: Sequence[ForwardPass], gaps: Sequence[Gap], size: Callable[[ForwardPass], int]) -> None:
         """Another step: what is new in it runs too, in its place; of what ran in both, the larger one by ``size`` counts."""
-        place = 0
+        place, places = 0, {one.key: number for number, one in enumerate(self.passes)}
+        before = self.passes.copy(), self.gaps.copy()
         for one in ran:
-            known = next((i for i, other in enumerate(self.passes) if other.key == one.key), None)
+            known = places.get(one.key)
             if known is None:
                 self.passes.insert(place, one)
+                places = {other.key: number for number, other in enumerate(self.passes)}
             else:
                 place = known
                 other = self.passes[place]
-                larger = one if size(one) >= size(other) else other
-                between = [max(pair) for pair in zip(one.between, other.between, strict=True)]
-                self.passes[place] = dataclasses.replace(
-                    larger, between_bytes=between[0], backward_between_bytes=between[1]
-                )
+                larger = one if size(one) >= size(other) and not one.is_like(other) else other
+                between, backward = map(max, one.between, other.between)
+                if larger is one or (between, backward) != other.between:
+                    self.passes[place] = dataclasses.replace(
+                        larger, between_bytes=between, backward_between_bytes=backward
+                    )
             place += 1
         for held, waiting in gaps:
             last = waiting[-1].key if waiting else None
             self.gaps[last] = max(held, self.gaps.get(last, 0))
+        if (self.passes, self.gaps) != before:
+            self.over = None
+
+    def expect(self, expected: Callable[[list[ForwardPass]], list[ForwardPass]]) -> None:
+        """What may run besides, too."""
+        passes = expected(self.passes)
+        if passes is not self.passes:
+            self.passes, self.over = passes, None
 
     def exchange(self, plans: Mapping[Entry, Plan]) -> None:
         """Have programs run by these ``plans`` from now on: here as well, since a pass of a fuller step than the next ones may
@@ -57,6 +70,7 @@ class StepRecord:
         for graph in dict.fromkeys(one.graph for one in self.passes):
             exchange(graph.entries, exchanged)
         self.passes = [dataclasses.replace(one, entry=exchanged[one.entry]) for one in self.passes]
+        self.over = None
 
     @property
     def are_several(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture.copies import named_modules
 from lowtide.program.distributed.sharded import is_sharded
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)
@@ -22,9 +23,12 @@ def can_run_in_parts(model: nn.Module) -> bool:
 def tried_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The submodules, by their names, of which a plan for each alone could free something. What ``torch.compile`` has compiled
     is none, nor what is inside of that: Dynamo would trace the plans."""
-    named = list(model.named_modules())
-    compiled = {id(inner) for _, module in named if _is_compiled(module) for inner in module.modules()}
-    return [(name, module) for name, module in named if name and id(module) not in compiled and _may_free(module)]
+    first: dict[int, tuple[str, nn.Module]] = {}  # each module by its first name
+    for name, module in named_modules(model):
+        first.setdefault(id(module), (name, module))
+    compiled = {id(inner) for _, module in first.values() if _is_compiled(module) for inner in module.modules()}
+    tried = (named for key, named in first.items() if key not in compiled and _may_free(named[1]))
+    return [(name.removesuffix("."), module) for name, module in tried if name]
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -37,7 +41,7 @@ def _may_free(module: nn.Module) -> bool:
 
 def is_one_operator(module: nn.Module) -> bool:
     """Whether it is a layer of PyTorch's own, of which there is nothing to run again."""
-    plain = type(module).__module__.startswith("torch.nn.modules.") and next(module.children(), None) is None
+    plain = type(module).__module__.startswith("torch.nn.modules.") and not any(module._modules.values())
     return plain and not isinstance(module, nn.RNNBase)  # which computes step by step
 
 
