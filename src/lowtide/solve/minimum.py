@@ -19,6 +19,7 @@ from lowtide.solve.threads import in_threads
 _ROUND = 12_000  # iterations of a run, about a tenth of a second
 _ROUNDS, _PATIENCE = 30, 6  # at most; so many without anything lower end it
 _JOIN = 4  # every so many rounds the line that lags behind goes on from the other
+_SMALL_NODES = 200  # up to which the lines join once without anything lower
 _FIRST_STREAM, _HEATS = 512, (0.1, 3.0)  # first temperatures, in mean node times, which take turns
 _FEW_NODES = 64
 _ABOVE = (1.0, 1.02)  # times the least budget: what is said of budgets at and just above it
@@ -75,9 +76,10 @@ def _lowered(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate
     plain = lowest(starting_points(portfolio))
     best = lowest([plain, *portfolio.blocks(plain.peak_bytes)])
     lines, iterations = [best, plain], _iterations(portfolio)
+    patience = _PATIENCE if portfolio.model.nodes > _SMALL_NODES else _JOIN
     last = 0  # the round in which the best was found
     for number in range(1, _ROUNDS + 1):
-        if best.peak_bytes <= target_bytes or number - last > _PATIENCE:
+        if best.peak_bytes <= target_bytes or number - last > patience:
             break
         first = _FIRST_STREAM + len(lines) * (number + _ROUNDS * variant)
         runs = [AnnealRun(start, first + line, _HEATS[(line + number) % 2]) for line, start in enumerate(lines)]
