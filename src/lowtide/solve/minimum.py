@@ -62,6 +62,7 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int, variant: int = 0) 
     """The smallest peak that a search reaches from the lowest starting points, or at most ``target_bytes`` once reached.
     Independent of any budget but for the early end, so that what it finds can be found again. In graphs of a few nodes another
     search takes all times for equal, so that what is found hardly depends on them. ``variant``: other random numbers."""
+    target_bytes = max(target_bytes, working_set_bound(portfolio.graph, portfolio.costs))  # nothing goes below that
     found = _lowered(portfolio, target_bytes, variant)
     if found.peak_bytes <= target_bytes or portfolio.model.nodes > _FEW_NODES:
         return found
