@@ -129,6 +129,46 @@ def test_a_percentage_that_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "the smallest budget it can meet is" in said.err
 
 
+def test_a_larger_call_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs without a plan where it is little, and ends the script else."""
+    script = tmp_path / "grows.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Chain(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.weight = nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64))\n"
+        "    def forward(self, x):\n"
+        "        weight = self.weight\n"
+        "        for _ in range(9):\n"
+        "            weight = weight.sin()\n"
+        "        return (x @ weight).square().mean()\n"
+        "model = Chain()\n"
+        "torch.manual_seed(0)\n"
+        "for rows in (4, 4, 1500, 1500, 4):\n"
+        "    loss = model(torch.ones(rows, 64))\n"
+        "    loss.backward()\n"
+        "    print(loss.item().hex())\n"
+    )
+    expected = _alone([str(script)], monkeypatch, capsys)
+    code, summary = _run(["--budget", "60%"], [str(script)], tmp_path)
+    printed, said = capsys.readouterr()
+    assert code == 0, said
+    assert printed == expected
+    chain = _model(summary, "Chain")
+    assert (chain["planned_calls"], chain["calls"]) == (2, 5)
+    assert "more than 60% of its pass, but little" in chain["outside"]
+    assert said.count("Chain runs without a plan") == 1
+    monkeypatch.setattr(roots, "SMALL_BYTES", 1 << 10)
+    assert main(["run", "--budget", "60%", str(script)]) == 3
+    printed, said = capsys.readouterr()
+    assert printed.splitlines() == expected.splitlines()[:2]
+    assert "lowtide: Chain: planner auto found no schedule" in said and "--skip Chain" in said
+
+
 @pytest.mark.parametrize(("script", "module"), [("trainer", "transformers"), ("lightning", "pytorch_lightning")])
 @pytest.mark.filterwarnings(*IGNORED)
 def test_trainers(

@@ -109,17 +109,20 @@ class _Thread(threading.local):
 
 class Roots(contextlib.AbstractContextManager["Roots"]):
     """Inside, ``found(root, module, args, kwargs)`` is called for every root at its first call, before it runs, and ``ended()``
-    after each backward pass.
+    after each backward pass. ``infeasible(root, error)`` is told that a later call does not fit the budget, before that runs;
+    it runs without a plan, unless this raises.
 
     ``module`` is what is to be planned: of one that ``torch.compile`` made, the module inside. A root that has a plan runs
     it instead of the compiled one.
     """
 
-    def __init__(self, found: _Call, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, found: _Call, ended: Callable[[], None] = lambda: None, infeasible: _Call = lambda root, error: None
+    ) -> None:
         self.roots: list[Root] = []
         self.peak_bytes = 0  # of all passes in which no plan was made, above the level when they began
         self.passes = 0
-        self._found, self._ended = found, ended
+        self._found, self._ended, self._infeasible = found, ended, infeasible
         self._known: MutableMapping[nn.Module, Root] = WeakIdKeyDictionary()  # modules may compare as tensors do
         self._thread = _Thread()
         self._window: PeakWindow | None = None
@@ -216,8 +219,12 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         if not root.outside:
             try:
                 result = inner._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-            except CaptureError as error:  # of other shapes or flags than those that there is a plan for
-                root.outside = str(error)
+            except (CaptureError, InfeasibleBudgetError) as error:  # other shapes or flags than there is a plan for
+                if isinstance(error, InfeasibleBudgetError):
+                    root.tried_bytes = bytes_of((args, kwargs))
+                    self._infeasible(root, error)
+                else:
+                    root.outside = str(error)
                 restore(inner)
             else:
                 root.note(runtime_of(inner))
