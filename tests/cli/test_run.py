@@ -225,12 +225,19 @@ def test_compiled_and_saved_models(tmp_path: Path, capsys: pytest.CaptureFixture
         "def step(x): return model[0](x).sum()\n"
         "torch.compile(step, backend='eager', fullgraph=True)(torch.randn(2, 64)).backward()\n"
         "model.eval()(torch.randn(2, 64))\n"
+        "class InPlace(nn.Sequential): pass\n"
+        "model = InPlace(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))\n"
+        "model.compile(backend='eager')\n"
+        "for rows in (512, 100):\n"
+        "    model(torch.randn(rows, 64)).square().mean().backward()\n"
+        "assert 'forward' in vars(model) and model._compiled_call_impl is not None\n"
+        "model.eval()(torch.randn(2, 64))\n"
     )
     code, summary = _run(["--budget", "80%", "--compiler", "eager"], [str(script)], tmp_path)
     assert code == 0, capsys.readouterr().err
-    model = _model(summary, "Sequential")
-    assert model["planned_calls"] == model["calls"] == 2
-    assert model["planned_peak_bytes"] <= model["budget_bytes"]
+    for model in (_model(summary, "Sequential"), _model(summary, "InPlace")):
+        assert model["planned_calls"] == model["calls"] == 2
+        assert model["planned_peak_bytes"] <= model["budget_bytes"]
 
 
 @pytest.mark.filterwarnings(*IGNORED)

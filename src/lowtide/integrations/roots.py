@@ -197,7 +197,8 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         root.asked, root.outside, root.too_small = root.asked + 1, "", None
         root.tried_bytes = bytes_of((args, kwargs))
         self._take_over(root, module)
-        self._found(root, module, args, kwargs)
+        with _uncompiled(module):
+            self._found(root, module, args, kwargs)
 
     def _take_over(self, root: Root, module: nn.Module) -> None:
         """Of models in a new root that were called by themselves before (to ask for the shape of what they return, say) the
@@ -218,7 +219,8 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
             self._find(root, inner, args, kwargs)
         if not root.outside:
             try:
-                result = inner._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                with _uncompiled(inner):
+                    result = inner._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
             except (CaptureError, InfeasibleBudgetError) as error:  # other shapes or flags than there is a plan for
                 if isinstance(error, InfeasibleBudgetError):
                     root.tried_bytes = bytes_of((args, kwargs))
@@ -281,6 +283,18 @@ def inside_of(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` was given, of one that it made; else the module."""
     inner = module.__dict__.get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else module
+
+
+@contextlib.contextmanager
+def _uncompiled(module: nn.Module) -> Iterator[None]:
+    """Inside, a module that ``module.compile()`` compiled in place is as it was before."""
+    name = "_compiled_call_impl"
+    compiled = module.__dict__.pop(name, None)
+    try:
+        yield
+    finally:
+        if compiled is not None:
+            module.__dict__[name] = compiled
 
 
 def is_wrapper(module: nn.Module) -> bool:
