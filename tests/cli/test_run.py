@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -341,6 +342,15 @@ def test_advise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = page.read_text()
     assert "states of Adam" in text
     assert "What memory costs" in text
+
+
+def test_advice_is_on_what_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not on a part that is called by itself first, nor on a call with one row."""
+    assert main(["advise", "--steps", "7", "probed.py", "256"]) == 0
+    printed, _ = capsys.readouterr()
+    assert re.findall(r"^(.*): where memory goes", printed, re.MULTILINE) == ["Lazy", "Probed"]
+    for predicted, measured in re.findall(r"backward pass +([\d.]+) KiB predicted, ([\d.]+) KiB measured", printed):
+        assert float(predicted) == pytest.approx(float(measured), rel=0.2)  # a loss is outside of them
 
 
 def test_as_a_command(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ class Root:
     ``plan`` is the one of the largest pass so far and ``plans`` how many there are; ``measured_bytes`` the highest peak of a
     pass in which it was called once and no plan was made, where the memory is the CPU's. ``too_small``: the error of a budget
     in percent of a pass with ``tried_bytes`` of arguments, which may do for a larger one: parameters weigh less there.
+    ``asks_again``: of a much larger pass, whatever was found of that one.
     """
 
     def __init__(self, module: nn.Module, number: int, compiled: bool) -> None:
@@ -55,6 +56,7 @@ class Root:
         self.compiled = compiled
         self.outside = ""
         self.too_small: InfeasibleBudgetError | None = None
+        self.asks_again = False
         self.asked = self.tried_bytes = 0
         self.calls = self.planned_calls = self.plans = 0
         self.plan: Plan | None = None
@@ -62,9 +64,9 @@ class Root:
         self.in_parts = ""  # into how many a model was taken apart, and why
         self._ran = 0
 
-    def may_do_now(self, arguments: Any) -> bool:
-        """Whether the budget was too small so far, and this is a much larger pass."""
-        return self.too_small is not None and bytes_of(arguments) >= 2 * self.tried_bytes
+    def is_found_again(self, arguments: Any) -> bool:
+        """Whether the budget was too small so far, say, and this is a much larger pass."""
+        return (self.asks_again or self.too_small is not None) and bytes_of(arguments) >= 2 * self.tried_bytes
 
     def note(self, runtime: Rematerialized | None) -> None:
         """What the latest call ran, by the planned forward that the module has."""
@@ -108,9 +110,9 @@ class _Thread(threading.local):
 
 
 class Roots(contextlib.AbstractContextManager["Roots"]):
-    """Inside, ``found(root, module, args, kwargs)`` is called for every root at its first call, before it runs, and ``ended()``
-    after each backward pass. ``infeasible(root, error)`` is told that a later call does not fit the budget, before that runs;
-    it runs without a plan, unless this raises.
+    """Inside, ``found(root, module, args, kwargs)`` is called for every root at its first call, before it runs, and again where
+    that says so at a much larger one; ``ended()`` after each backward pass. ``infeasible(root, error)`` is told that a later
+    call does not fit the budget, before that runs; it runs without a plan, unless this raises.
 
     ``module`` is what is to be planned: of one that ``torch.compile`` made, the module inside. A root that has a plan runs
     it instead of the compiled one.
@@ -215,7 +217,7 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         inner = inside_of(module)
         self._begin_pass(inner)
         self._in_pass.append(root)
-        if root.may_do_now((args, kwargs)):
+        if root.is_found_again((args, kwargs)):
             self._find(root, inner, args, kwargs)
         if not root.outside:
             try:
