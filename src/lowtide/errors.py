@@ -49,7 +49,8 @@ class InfeasibleBudgetError(PlanError):
     ``aside_bytes`` what is reserved or resident beside it, and part of ``minimum_bytes``. ``overheads`` are budgets from
     ``minimum_bytes`` on, each with the overhead of a schedule that a brief search found within it (0.5: half again the time
     without rematerialization); empty where none is known. ``proven``: no schedule that keeps the order fits. ``plan``: the
-    ``Plan`` of the pass by which ``minimum_bytes``, less those beside it, are enough, where one was made.
+    ``Plan`` of the pass by which ``minimum_bytes``, less those beside it, are enough, where one was made. ``midway``: code of
+    the model had run before it was raised.
     """
 
     _: KW_ONLY
@@ -61,6 +62,7 @@ class InfeasibleBudgetError(PlanError):
     overheads: tuple[tuple[int, float], ...] = ()
     proven: bool = False
     plan: Any = None
+    midway: bool = False
 
     def beside(self, aside_bytes: int, what: str = "") -> InfeasibleBudgetError:
         """The error for a budget of which ``aside_bytes`` are not the pass's; ``what`` they are."""

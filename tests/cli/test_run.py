@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -129,6 +130,46 @@ def test_a_percentage_that_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "the smallest budget it can meet is" in said.err
 
 
+def test_a_larger_call_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs without a plan where it is little, and ends the script else."""
+    script = tmp_path / "grows.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Chain(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.weight = nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64))\n"
+        "    def forward(self, x):\n"
+        "        weight = self.weight\n"
+        "        for _ in range(9):\n"
+        "            weight = weight.sin()\n"
+        "        return (x @ weight).square().mean()\n"
+        "model = Chain()\n"
+        "torch.manual_seed(0)\n"
+        "for rows in (4, 4, 1500, 1500, 4):\n"
+        "    loss = model(torch.ones(rows, 64))\n"
+        "    loss.backward()\n"
+        "    print(loss.item().hex())\n"
+    )
+    expected = _alone([str(script)], monkeypatch, capsys)
+    code, summary = _run(["--budget", "60%"], [str(script)], tmp_path)
+    printed, said = capsys.readouterr()
+    assert code == 0, said
+    assert printed == expected
+    chain = _model(summary, "Chain")
+    assert (chain["planned_calls"], chain["calls"]) == (2, 5)
+    assert "more than 60% of its pass, but little" in chain["outside"]
+    assert said.count("Chain runs without a plan") == 1
+    monkeypatch.setattr(roots, "SMALL_BYTES", 1 << 10)
+    assert main(["run", "--budget", "60%", str(script)]) == 3
+    printed, said = capsys.readouterr()
+    assert printed.splitlines() == expected.splitlines()[:2]
+    assert "lowtide: Chain: planner auto found no schedule" in said and "--skip Chain" in said
+
+
 @pytest.mark.parametrize(("script", "module"), [("trainer", "transformers"), ("lightning", "pytorch_lightning")])
 @pytest.mark.filterwarnings(*IGNORED)
 def test_trainers(
@@ -185,12 +226,19 @@ def test_compiled_and_saved_models(tmp_path: Path, capsys: pytest.CaptureFixture
         "def step(x): return model[0](x).sum()\n"
         "torch.compile(step, backend='eager', fullgraph=True)(torch.randn(2, 64)).backward()\n"
         "model.eval()(torch.randn(2, 64))\n"
+        "class InPlace(nn.Sequential): pass\n"
+        "model = InPlace(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))\n"
+        "model.compile(backend='eager')\n"
+        "for rows in (512, 100):\n"
+        "    model(torch.randn(rows, 64)).square().mean().backward()\n"
+        "assert 'forward' in vars(model) and model._compiled_call_impl is not None\n"
+        "model.eval()(torch.randn(2, 64))\n"
     )
     code, summary = _run(["--budget", "80%", "--compiler", "eager"], [str(script)], tmp_path)
     assert code == 0, capsys.readouterr().err
-    model = _model(summary, "Sequential")
-    assert model["planned_calls"] == model["calls"] == 2
-    assert model["planned_peak_bytes"] <= model["budget_bytes"]
+    for model in (_model(summary, "Sequential"), _model(summary, "InPlace")):
+        assert model["planned_calls"] == model["calls"] == 2
+        assert model["planned_peak_bytes"] <= model["budget_bytes"]
 
 
 @pytest.mark.filterwarnings(*IGNORED)
@@ -294,6 +342,15 @@ def test_advise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = page.read_text()
     assert "states of Adam" in text
     assert "What memory costs" in text
+
+
+def test_advice_is_on_what_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not on a part that is called by itself first, nor on a call with one row."""
+    assert main(["advise", "--steps", "7", "probed.py", "256"]) == 0
+    printed, _ = capsys.readouterr()
+    assert re.findall(r"^(.*): where memory goes", printed, re.MULTILINE) == ["Lazy", "Probed"]
+    for predicted, measured in re.findall(r"backward pass +([\d.]+) KiB predicted, ([\d.]+) KiB measured", printed):
+        assert float(predicted) == pytest.approx(float(measured), rel=0.2)  # a loss is outside of them
 
 
 def test_as_a_command(tmp_path: Path) -> None:

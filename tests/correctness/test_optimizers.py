@@ -246,6 +246,20 @@ def test_gradients_are_accumulated_where_that_is_said() -> None:
     _assert_same(plain, planned)
 
 
+def test_uneven_batches_are_accumulated() -> None:
+    """What is known of sizes with updates in the backward pass says nothing of the costs without, and the other way round."""
+    plain, planned = _pair(OPTIMIZERS["adamw"])
+    for step, rows in enumerate(([8, 8], [8, 5, 3], [8], [7, 8, 1], [6, 4])):
+        for model, optimizer in (plain, planned):
+            for number, count in enumerate(rows):
+                more = model is planned[0] and number + 1 < len(rows)
+                with lowtide.accumulating(model) if more else contextlib.nullcontext():
+                    model(_batch(10 * step + number)[:count]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    _assert_same(plain, planned)
+
+
 def test_accelerate_tells_when_it_accumulates() -> None:
     accelerate = pytest.importorskip("accelerate")
     plain, planned = _pair(_sgd)

@@ -53,6 +53,30 @@ def test_backward_with_gradient(name: str) -> None:
     compare_training(perceptron, rows(), step=_backward_with(_GRADIENTS[name]), check_peak=False)
 
 
+class _Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron(2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.body(x)
+        return nn.functional.cross_entropy(scores, labels.flatten()), scores
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_other_gradients_with_labels_that_are_a_slice(expanded: bool) -> None:
+    """The program for the gradients that arrive is one of labels that are laid out as they were."""
+
+    def inputs(iteration: int) -> Any:
+        (x,), _ = rows()(iteration)
+        table = torch.randint(32, (BATCH // 2, 3), generator=generator(iteration))
+        return (x, table[:, :1].expand(-1, 2) if expanded else table[:, 1:]), {}
+
+    compare_training(
+        _Labelled, inputs, lambda result: result[1].square().mean(), budgets=("100%", "80%"), check_peak=False
+    )
+
+
 class _Linear(nn.Module):
     """Its output gradient is a parameter gradient or an input gradient as it stands."""
 

@@ -235,6 +235,26 @@ def test_answers_that_never_repeat_are_said(caplog: pytest.LogCaptureFixture) ->
     assert "test_signatures.py" in record.message
 
 
+def test_values_that_never_repeat_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """So are plain values among the arguments, such as names of files, which nothing computes with."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = perceptron(2)
+
+        def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+            return self.body(batch["x"]).mean()
+
+    def inputs(iteration: int) -> Any:
+        return ({"x": rows()(iteration)[0][0], "paths": ["one.png", f"{iteration}.png"]},), {}
+
+    with caplog.at_level(logging.WARNING, logger="lowtide.runtime.programs.recaptures"):
+        compare_training(Named, inputs, iterations=10, budgets=("80%",))
+    (record,) = caplog.records
+    assert "captured 8 times" in record.message and "('6.png' and '7.png', say)" in record.message
+
+
 def test_no_sample_given() -> None:
     """Without a sample the plan is made at the first call."""
     model = _network()

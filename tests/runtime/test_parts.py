@@ -663,9 +663,49 @@ class _Connected(nn.Module):
         return add(self.branch(y)).square().mean()
 
 
+class _Lazily(nn.Module):
+    """Returns what ``make`` makes of a module and a tensor, to be gone through after the call."""
+
+    def __init__(self, make: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+        self.head = nn.Linear(16, 2)
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(self.head, self.body(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda head, h: (head(h * k).mean() for k in range(2)),
+        lambda head, h: map(head, [h, h * 2]),
+        lambda head, h: {"one": h, "two": head(h)}.values(),
+        lambda head, h: (h.mean(), iter([head(h)])),
+    ],
+)
+def test_what_is_gone_through_after_the_call(make: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+    """A generator or an iterator would go through the tensors and modules of a trace, or of an earlier call."""
+    torch.manual_seed(0)
+    plain = _Lazily(make)
+    own, x = copy.deepcopy(plain), torch.randn(64, 16)
+    with pytest.raises(lowtide.CaptureError, match="a generator or an iterator that holds tensors"):
+        capture(own, (x,))
+    lowtide.rematerialize(own, budget="100%")
+    for _ in range(3):
+        for model in (plain, own):
+            model.zero_grad()
+            result = model(x)
+            first, rest = result if isinstance(result, tuple) else (0.0, result)
+            sum((one.mean() for one in rest), first).backward()
+        for one, two in zip(plain.parameters(), own.parameters(), strict=True):
+            assert one.grad is two.grad is None or torch.equal(one.grad, two.grad)  # type: ignore[arg-type]
+
+
 def test_function_over_tensors_of_a_call() -> None:
     """It would read those of a trace."""
-    with pytest.raises(lowtide.CaptureError, match="returns a function that holds tensors"):
+    with pytest.raises(lowtide.CaptureError, match="returns a function, a generator or an iterator that holds tensors"):
         capture(_Connection(), (torch.randn(4, 16),))
     torch.manual_seed(0)
     plain = _Connected()

@@ -40,7 +40,8 @@ class Enough(SystemExit):
 
 @dataclass
 class Watched:
-    """A trained module, its ``program`` at its first call, and what it takes ``beside`` a pass, by name in bytes."""
+    """A trained module, its ``program`` at its first call, or a much larger one, and what it takes ``beside`` a pass, by name
+    in bytes."""
 
     root: Root
     program: Program
@@ -50,7 +51,8 @@ class Watched:
 
 
 class Watch:
-    """Inside, what a script trains is captured at its first call and runs as it is; after ``steps`` steps ``Enough`` is raised.
+    """Inside, what a script trains is captured at its first call, and again at one of twice the arguments (the first may have
+    asked for a shape with one row), and runs as it is; after ``steps`` steps ``Enough`` is raised.
 
     A step is one of an optimizer, or a backward pass where there is no optimizer. ``watched`` holds what was captured.
     """
@@ -80,12 +82,15 @@ class Watch:
         if reason:
             root.outside = reason
             return
+        root.asks_again = True
         with refused(root):
             with torch.enable_grad():
                 program = capture(module, args, kwargs).program
             parameters, costs = list(module.parameters()), program_costs(program)
             beside = {"parameters": _tensor_bytes(parameters), "buffers": _tensor_bytes(module.buffers())}
             beside["gradients, within the pass"] = _tensor_bytes(one for one in parameters if one.requires_grad)
+            inside = set(map(id, module.modules()))  # what was called by itself before, and this at a smaller call
+            self.watched = [one for one in self.watched if id(one.root.module()) not in inside]
             self.watched.append(Watched(root, program, costs, parameters, beside))
         if root.outside:
             self._say(f"{root.name} cannot be planned as a whole: {root.outside}")

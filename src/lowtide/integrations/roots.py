@@ -46,6 +46,7 @@ class Root:
     ``plan`` is the one of the largest pass so far and ``plans`` how many there are; ``measured_bytes`` the highest peak of a
     pass in which it was called once and no plan was made, where the memory is the CPU's. ``too_small``: the error of a budget
     in percent of a pass with ``tried_bytes`` of arguments, which may do for a larger one: parameters weigh less there.
+    ``asks_again``: of a much larger pass, whatever was found of that one.
     """
 
     def __init__(self, module: nn.Module, number: int, compiled: bool) -> None:
@@ -55,6 +56,7 @@ class Root:
         self.compiled = compiled
         self.outside = ""
         self.too_small: InfeasibleBudgetError | None = None
+        self.asks_again = False
         self.asked = self.tried_bytes = 0
         self.calls = self.planned_calls = self.plans = 0
         self.plan: Plan | None = None
@@ -62,9 +64,9 @@ class Root:
         self.in_parts = ""  # into how many a model was taken apart, and why
         self._ran = 0
 
-    def may_do_now(self, arguments: Any) -> bool:
-        """Whether the budget was too small so far, and this is a much larger pass."""
-        return self.too_small is not None and bytes_of(arguments) >= 2 * self.tried_bytes
+    def is_found_again(self, arguments: Any) -> bool:
+        """Whether the budget was too small so far, say, and this is a much larger pass."""
+        return (self.asks_again or self.too_small is not None) and bytes_of(arguments) >= 2 * self.tried_bytes
 
     def note(self, runtime: Rematerialized | None) -> None:
         """What the latest call ran, by the planned forward that the module has."""
@@ -108,18 +110,21 @@ class _Thread(threading.local):
 
 
 class Roots(contextlib.AbstractContextManager["Roots"]):
-    """Inside, ``found(root, module, args, kwargs)`` is called for every root at its first call, before it runs, and ``ended()``
-    after each backward pass.
+    """Inside, ``found(root, module, args, kwargs)`` is called for every root at its first call, before it runs, and again where
+    that says so at a much larger one; ``ended()`` after each backward pass. ``infeasible(root, error)`` is told that a later
+    call does not fit the budget, before that runs; it runs without a plan, unless this raises.
 
     ``module`` is what is to be planned: of one that ``torch.compile`` made, the module inside. A root that has a plan runs
     it instead of the compiled one.
     """
 
-    def __init__(self, found: _Call, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, found: _Call, ended: Callable[[], None] = lambda: None, infeasible: _Call = lambda root, error: None
+    ) -> None:
         self.roots: list[Root] = []
         self.peak_bytes = 0  # of all passes in which no plan was made, above the level when they began
         self.passes = 0
-        self._found, self._ended = found, ended
+        self._found, self._ended, self._infeasible = found, ended, infeasible
         self._known: MutableMapping[nn.Module, Root] = WeakIdKeyDictionary()  # modules may compare as tensors do
         self._thread = _Thread()
         self._window: PeakWindow | None = None
@@ -194,7 +199,8 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         root.asked, root.outside, root.too_small = root.asked + 1, "", None
         root.tried_bytes = bytes_of((args, kwargs))
         self._take_over(root, module)
-        self._found(root, module, args, kwargs)
+        with _uncompiled(module):
+            self._found(root, module, args, kwargs)
 
     def _take_over(self, root: Root, module: nn.Module) -> None:
         """Of models in a new root that were called by themselves before (to ask for the shape of what they return, say) the
@@ -211,13 +217,18 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         inner = inside_of(module)
         self._begin_pass(inner)
         self._in_pass.append(root)
-        if root.may_do_now((args, kwargs)):
+        if root.is_found_again((args, kwargs)):
             self._find(root, inner, args, kwargs)
         if not root.outside:
             try:
-                result = inner._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-            except CaptureError as error:  # of other shapes or flags than those that there is a plan for
-                root.outside = str(error)
+                with _uncompiled(inner):
+                    result = inner._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            except (CaptureError, InfeasibleBudgetError) as error:  # other shapes or flags than there is a plan for
+                if isinstance(error, InfeasibleBudgetError):
+                    root.tried_bytes = bytes_of((args, kwargs))
+                    self._infeasible(root, error)
+                else:
+                    root.outside = str(error)
                 restore(inner)
             else:
                 root.note(runtime_of(inner))
@@ -274,6 +285,18 @@ def inside_of(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` was given, of one that it made; else the module."""
     inner = module.__dict__.get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else module
+
+
+@contextlib.contextmanager
+def _uncompiled(module: nn.Module) -> Iterator[None]:
+    """Inside, a module that ``module.compile()`` compiled in place is as it was before."""
+    name = "_compiled_call_impl"
+    compiled = module.__dict__.pop(name, None)
+    try:
+        yield
+    finally:
+        if compiled is not None:
+            module.__dict__[name] = compiled
 
 
 def is_wrapper(module: nn.Module) -> bool:

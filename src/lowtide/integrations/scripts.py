@@ -84,8 +84,12 @@ def planned_roots(settings: Mapping[str, Any], skip: Collection[str], say: Calla
 
     ``skip``: names of classes to leave alone. ``say`` is told of each model what becomes of it. A budget that is too small for
     one is the script's ``InfeasibleBudgetError``: one in percent where a backward pass begins, since the call may only ask for
-    shapes.
+    shapes, and not for what is little.
     """
+
+    def infeasible(root: Root, error: InfeasibleBudgetError) -> None:
+        _too_small(root, error, settings["budget"])
+        say(f"{root.name} runs without a plan: {root.outside}")
 
     def found(root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         reason = f"{type(module).__name__} was named by --skip" if type(module).__name__ in skip else ""
@@ -94,7 +98,7 @@ def planned_roots(settings: Mapping[str, Any], skip: Collection[str], say: Calla
             _plan(root, module, args, kwargs, settings)
         say(f"{root.name} {f'runs without a plan: {root.outside}' if root.outside else _promise(module)}")
 
-    return Roots(found)
+    return Roots(found, infeasible=infeasible)
 
 
 def _promise(module: nn.Module) -> str:
@@ -113,13 +117,19 @@ def _plan(
         with refused(root):
             rematerialize(module, args, kwargs, **{**settings, "compiler": compiler})
     except InfeasibleBudgetError as error:
-        text = f"{root.name}: {error} (lowtide run --skip {type(module).__name__} leaves this model alone)"
-        told = dataclasses.replace(error, message=text)
-        if not is_percentage(settings["budget"]):
-            raise told from None
-        root.too_small = told
-        least, little = format_bytes(error.minimum_bytes), error.minimum_bytes < SMALL_BYTES
-        root.outside = f"it needs {least}, which is more than {settings['budget']} of its pass{', but little' * little}"
+        _too_small(root, error, settings["budget"])
+
+
+def _too_small(root: Root, error: InfeasibleBudgetError, budget: Any) -> None:
+    """Leave a root without a plan whose budget in percent is too small for a call. Raises the error of one in bytes, and where
+    the call cannot begin again."""
+    text = f"{root.name}: {error} (lowtide run --skip {root.kind} leaves this model alone)"
+    told = dataclasses.replace(error, message=text)
+    if error.midway or not is_percentage(budget):
+        raise told from None
+    root.too_small = told
+    least, little = format_bytes(error.minimum_bytes), error.minimum_bytes < SMALL_BYTES
+    root.outside = f"it needs {least}, which is more than {budget} of its pass{', but little' * little}"
 
 
 def facts(root: Root) -> dict[str, Any]:

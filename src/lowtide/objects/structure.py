@@ -129,6 +129,15 @@ def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = ())
     return structure
 
 
+def difference(one: Any, other: Any) -> tuple[Any, Any] | None:
+    """The first values in two structures of one form that are no tensors and not equal."""
+    if isinstance(one, Nested) and isinstance(other, Nested):
+        return next(filter(None, map(difference, one.leaves, other.leaves)), None)
+    if isinstance(one, OpenObject) and isinstance(other, OpenObject):
+        return next(filter(None, map(difference, one.attributes.values(), other.attributes.values())), None)
+    return None if one == other else (one, other)
+
+
 def with_argument_slots(structure: Any, objects: Sequence[Any]) -> Any:
     """The same structure with ``ArgumentSlot`` for each of the objects."""
     index_of = {id(value): index for index, value in enumerate(objects)}

@@ -139,9 +139,11 @@ class Rematerialized(Planned):
                     result = self.parts.call(self.original_forward, args, kwargs)
                 self.parts.ran(result)
         except Exception as error:
-            if isinstance(error, InfeasibleBudgetError) and not began and self._was_whole:
-                self._go_whole(f"its parts do not fit: {error}")
-                return self.call(*args, **kwargs)
+            if isinstance(error, InfeasibleBudgetError):
+                error.midway = began
+                if not began and self._was_whole:
+                    self._go_whole(f"its parts do not fit: {error}")
+                    return self.call(*args, **kwargs)
             if not self._runs_in_parts:  # the call itself is wrong: that is no reason to run others in parts
                 self.parts = None
                 self._apart.clear()

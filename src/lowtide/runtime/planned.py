@@ -233,7 +233,9 @@ class Planned(Programs):
                     return self._make(key, sample)
             if known:
                 self.recaptures.changed(key, known, self._latest(key), self.model, inputs, self._may_be_apart())
-            return self._make(key, sample)
+            entry = self._make(key, sample)
+            self.recaptures.say_values(entry, self.entries, self.model)
+            return entry
 
     def _pass_bytes(self, program: Program) -> int:
         return pass_bytes(program, self.settings, self.model, self._granted())

@@ -254,6 +254,6 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         return tensor.detach().requires_grad_(tensor.requires_grad)
     if tensor.dim() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return layouts.copied(tensor).requires_grad_(tensor.requires_grad)
     hollow = layouts.without_memory(tensor)
     return hollow if tensor.is_leaf else torch.ops.aten.alias.default(hollow)

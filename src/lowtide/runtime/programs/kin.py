@@ -41,18 +41,26 @@ _MOST_SEARCHES = 4  # in the background, and further ones for larger sizes
 
 @dataclass(eq=False)
 class Alike:
-    """Programs of the same operators at other sizes, and what is known of them: costs that were ``measured``, schedules."""
+    """Programs of the same ``operators`` at other sizes, and what is known of them: costs that were ``measured``, schedules."""
 
+    operators: Any = None
     siblings: Siblings = field(default_factory=Siblings)
     measured: list[Measured] = field(default_factory=list)
     searches: int = 0
     largest_ns: int = 0  # of the programs that were searched for
 
     def join(self, entry: Entry, *, measured: bool) -> None:
-        """``entry`` is one of them, its costs ``measured`` or following from others'."""
+        """``entry`` is one of them, its costs ``measured`` or following from others'. Where it has other operators (states of
+        an optimizer move from now on), those that follow will have them, too."""
+        if not self.tells_of(entry.program):
+            self.operators, self.siblings, self.measured, measured = operators(entry.program), Siblings(), [], True
         if measured:
             self.measured = [*self.measured, Measured.of(entry.program, entry.plan.costs)][-_MOST_MEASURED:]
         self.siblings.keep(entry)
+
+    def tells_of(self, program: Program) -> bool:
+        """Whether ``program`` is one of them."""
+        return bool(self.operators == operators(program))
 
     @property
     def tells(self) -> bool:

@@ -123,8 +123,8 @@ class Programs:
                 old.captured_for[mask] = captured
             else:
                 kin, shapes, member = self._member(key, sample)
-                usual = known[0].captured.program.mask if known else None
-                captured = member.captured if member else self._captured(sample, usual)
+                first = known[0].captured.program.mask if known else None
+                captured = member.captured if member else self._captured(sample, first)
                 held = {id(tensor) for tensor in held_tensors(self.model)}
                 same = next((entry for entry in known if captured.same_as(entry.captured, held)), None)
                 if same is not None:
@@ -132,7 +132,8 @@ class Programs:
                     del same.conditions[_MOST_CONDITIONS:]
                     return same
             arena = self._arena(captured.program)
-            alike = self._kins.alike(captured.program) if member is None and old is None else None
+            usual = with_updates(self, captured.program, key[-1])
+            alike = self._kins.alike(usual) if member is None and old is None else None
             relative = FamilyCall(captured, alike) if alike is not None and alike.tells else member
             adapted = relative is not None and bool(relative.branch.measured) and self.adapts
             program, plan = self._fitting(key, captured, sample, relative if adapted else None, old)
@@ -145,11 +146,11 @@ class Programs:
         if old is not None:
             entry.captured_for = old.captured_for
         self._added(entry, taken)
-        if kin and shapes and program.updated == with_updates(self, captured.program, key[-1]).updated:
+        if kin and shapes and program.updated == usual.updated:
             kin.met(entry, shapes, member, measured=not adapted)
             if kin.at_once and not kin.branches and not kin.hopeless:
                 kin.extend(self.model, sample, shapes, lambda: captured, self.terms_from(entry.states))
-        if alike is not None:
+        if alike is not None and program.updated == usual.updated:
             alike.join(entry, measured=not adapted)
         if adapted or member is not None:
             self.recaptures.forget_one(key)
@@ -220,10 +221,12 @@ class Programs:
             member = kin.member(shapes, holds, asked)
         return kin, shapes, member
 
-    def _adapted(self, member: FamilyCall, finish: Finish) -> tuple[Program, Plan]:
+    def _adapted(self, member: FamilyCall, finish: Finish) -> tuple[Program, Plan] | None:
         program, branch = finish(member.captured.program), member.branch
-        known, schedules = branch.measured, branch.siblings.schedules
-        return program, adapted_plan(program, self.settings, self.model, self._granted(), known, schedules)
+        if not branch.tells_of(program):
+            return None
+        known = branch.measured, branch.siblings.schedules
+        return program, adapted_plan(program, self.settings, self.model, self._granted(), *known)
 
     def _keep(self, entry: Entry) -> None:
         """Add an entry; the one that was used longest ago goes where there are too many."""
@@ -269,8 +272,8 @@ class Programs:
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
         """What is to run, and its plan; ``known`` as of ``planned_program``."""
-        of, granted = (captured, self.model, sample.args, sample.kwargs), self._granted()
-        return planned_program(*of, self.settings, granted, finish, **known)
+        of = captured, self.model, sample.args, sample.kwargs
+        return planned_program(*of, self.settings, self._granted(), finish, **known)
 
     def _fitting(
         self,
@@ -302,10 +305,7 @@ class Programs:
     def in_mode(self, entry: Entry, updated: tuple[int, ...]) -> Entry:
         """The entry for the same program in which the flat inputs ``updated`` are updated by their optimizer."""
         key = (*entry.key[:-1], updated)
-        known = [
-            *self.entries.get(key, ()),
-            *(one for each in self.entries.get(key, ()) for one in each.for_masks.values()),
-        ]
+        known = (one for each in self.entries.get(key, ()) for one in (each, *each.for_masks.values()))
         same: Entry | None = next((one for one in known if one.captured is entry.captured), None)
         if same is not None:
             return self.rescue.within(same)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from lowtide.capture import Captured, Known
 from lowtide.errors import CaptureError
+from lowtide.objects import structure
 from lowtide.runtime.programs.entry import Entry, Signature
 
 _LOG = logging.getLogger(__name__)
@@ -83,6 +84,22 @@ class Recaptures:
                 "buffer, pass it as a tensor that is only computed with, or run the model under lowtide.online.",
                 name, times, why,
             )  # fmt: skip
+
+    def say_values(self, entry: Entry, known: Mapping[Signature, Sequence[Entry]], model: nn.Module) -> None:
+        """Say in the log where a new ``entry`` is one of many of the ``known`` that plain values among arguments tell apart."""
+        names, values, *rest = entry.key
+        others = [
+            ones[-1] for (of, with_, *more), ones in known.items() if (of, more) == (names, rest) and with_ != values
+        ]
+        if len(others) + 1 != _MANY_CAPTURES:
+            return
+        found = structure.difference(others[-1].sample.arguments, entry.sample.arguments)
+        _LOG.warning(
+            "%s has been captured %d times for calls that differ in plain values among their arguments alone%s: each takes a "
+            "capture, which is longer than a step. Leave out of the call what it does not compute with (names of files, say), "
+            "or pass it as a tensor.",
+            type(model).__name__, _MANY_CAPTURES, f" ({found[0]!r:.40} and {found[1]!r:.40}, say)" if found else "",
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def unexpected(self, entries: Sequence[Entry], model: nn.Module, expected: tuple[bool, ...]) -> Iterator[None]:

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.errors import CaptureError
-from lowtide.objects import structure
-from lowtide.objects.walk import CONTAINERS, closed_over, functions_in, is_open, reachable
+from lowtide.objects import opaque, structure
+from lowtide.objects.walk import CLOSED, closed_over, content, functions_in, is_open, reachable
 
 _TRACED = (FakeTensor, FunctionalTensor)
 
@@ -26,13 +26,13 @@ def with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:
             "the forward pass returns an object that refers to a module of the model, which would be the one of a trace. "
             "Return tensors, or run the model under lowtide.online."
         )
-    variables = reachable(
-        (one for function in functions_in(held, _may_hold) for one in closed_over(function)), _may_hold
-    )
+    lazy = [one for one in held if opaque.is_of_c(type(one)) or isinstance(one, functools.partial)]
+    lazy += [value for function in functions_in(held, _may_hold) for value in closed_over(function)]
+    variables = reachable(lazy, _may_hold)
     if any(isinstance(one, _TRACED) or (isinstance(one, nn.Module) and id(one) in copies) for one in variables):
         raise CaptureError(
-            "the forward pass returns a function that holds tensors of the call, or modules of the model, in its variables: "
-            "they would be those of a trace. Return the tensors, or run the model under lowtide.online."
+            "the forward pass returns a function, a generator or an iterator that holds tensors of the call, or modules of the "
+            "model: they would be those of a trace. Return the tensors, or run the model under lowtide.online."
         )
     return structure.replaced(
         result, lambda leaf: copies.get(id(leaf), (leaf,))[0] if isinstance(leaf, nn.Module) else leaf
@@ -40,4 +40,5 @@ def with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:
 
 
 def _may_hold(value: Any) -> bool:
-    return is_open(value) or isinstance(value, (*CONTAINERS, functools.partial, types.MethodType))
+    held = content(value) is not None and not isinstance(value, CLOSED)
+    return held or is_open(value) or isinstance(value, types.MethodType)
