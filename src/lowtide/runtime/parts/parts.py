@@ -260,7 +260,6 @@ class Parts:
         return any(one.changes and part.name.startswith(f"{one.name}.") for one in self._parts.values())
 
     def planned(self) -> list[Part]:
-        """Those that run by plans."""
         return [part for part in self._parts.values() if part.entries]
 
     @property
@@ -285,7 +284,6 @@ class Parts:
         return forward(*args, **kwargs)
 
     def ran(self, result: Any) -> None:
-        """A call that returned this."""
         self._eager.returned(result)
         self.backward.returned(result)
 
