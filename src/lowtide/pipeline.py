@@ -31,7 +31,7 @@ from lowtide.settings import Settings, is_brief, searches
 from lowtide.sharing import Member, Planning, Share
 from lowtide.sharing.agreement import agreed_plan, several_processes
 from lowtide.sharing.assignment import as_alone
-from lowtide.sharing.in_flight import plan_in_flight
+from lowtide.sharing.in_flight import Calls
 from lowtide.sharing.pass_budget import outside_pass, pass_budget
 from lowtide.solve import working_set_bound
 from lowtide.stage_times import stage
@@ -234,7 +234,7 @@ def _within_budget(
     try:
         with stage("search"):
             if settings.in_flight > 1 and settings.beside_bytes is None:
-                plan = plan_in_flight(program, costs, settings.in_flight, budget, *in_flight_planners(settings))
+                plan = Calls(Member(program, costs), settings.in_flight).plan(budget, *in_flight_planners(settings))
             else:
                 plan = _as_lowered(program, settings, costs, budget, search)
                 if settings.beside_bytes is not None:
@@ -313,7 +313,7 @@ def share_planners(settings: Settings, *, brief: bool) -> tuple[Planning, Planni
 
 
 def in_flight_planners(settings: Settings) -> tuple[Planning, Planning]:
-    """The same of ``plan_in_flight``."""
+    """The same for stages of a pipeline, and of ``Calls.plan``."""
     own: dict[str, Any] = {"in_flight": 1, "agreed": False, "total_budget": None, "reserve": 0}
     return _planning(settings, **own), _planning(settings, **own, planner=first_form(settings.planner))
 

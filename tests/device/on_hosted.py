@@ -28,7 +28,7 @@ from lowtide.device import Accelerator, accelerator_in_use, accelerators, find, 
 from lowtide.ir import Compute
 from lowtide.memory.allocators import PeakWindow, device_memory, free_memory, meter_of, round_up
 from lowtide.offload.host import HostMemory
-from lowtide.runtime.updates.moving_states import AwayState
+from lowtide.runtime.updates.away import AwayTensor
 from tests.device import hosted
 from tests.device.models import Block, Deciding, Mean
 from tests.support.leases import let_go_inside_a_lease
@@ -220,7 +220,7 @@ def test_states_of_an_optimizer_on_the_host(device: torch.device) -> None:
             optimizer.zero_grad()
         assert equal([losses[0].detach()], [losses[1].detach()])
     assert equal([*model.parameters()], [*eager.parameters()])
-    assert sum(isinstance(v, AwayState) for state in ours.state.values() for v in state.values()) == 16
+    assert sum(isinstance(v, AwayTensor) for state in ours.state.values() for v in state.values()) == 16
     saved = ours.state_dict()["state"]
     expected = theirs.state_dict()["state"]
     assert equal([saved[i]["exp_avg"] for i in saved], [expected[i]["exp_avg"] for i in expected])

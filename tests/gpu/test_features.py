@@ -17,7 +17,7 @@ from benchmarks.models import MODELS
 from benchmarks.zoo import Sample, in_precision, loss_of, moved
 from lowtide.device import interface_of
 from lowtide.memory.allocators import free_memory, round_up
-from lowtide.runtime.updates.moving_states import AwayState
+from lowtide.runtime.updates.away import AwayTensor
 from tests.device.models import Block, Deciding, Mean
 
 pytestmark = pytest.mark.gpu
@@ -160,7 +160,7 @@ def test_states_of_an_optimizer_on_the_host() -> None:
             optimizer.zero_grad()
         assert equal([losses[0].detach()], [losses[1].detach()])
     assert equal([*model.parameters()], [*eager.parameters()])
-    assert any(isinstance(v, AwayState) for state in ours.state.values() for v in state.values())
+    assert any(isinstance(v, AwayTensor) for state in ours.state.values() for v in state.values())
     saved, expected = ours.state_dict()["state"], theirs.state_dict()["state"]
     assert equal([saved[i]["exp_avg"] for i in saved], [expected[i]["exp_avg"] for i in expected])
 

@@ -16,8 +16,7 @@ import lowtide
 from lowtide.ir import Compute, check
 from lowtide.ir.graph import SEND_GRADIENT_TARGET
 from lowtide.offload.disk import DiskMemory
-from lowtide.runtime.updates.moving_gradients import AwayGradient
-from lowtide.runtime.updates.moving_states import AwayState
+from lowtide.runtime.updates.away import AwayTensor
 from tests.support.wide_layers import LAYERS, WEIGHT_BYTES, WideLayers, batch
 
 Make = Callable[[nn.Module], optim.Optimizer]
@@ -46,8 +45,8 @@ class Pair:
         return self.plain, self.planned
 
     @property
-    def away(self) -> list[AwayGradient]:
-        return [p.grad for p in self.planned.parameters() if isinstance(p.grad, AwayGradient)]
+    def away(self) -> list[AwayTensor]:
+        return [p.grad for p in self.planned.parameters() if isinstance(p.grad, AwayTensor)]
 
     def backward(self) -> None:
         self.number += 1
@@ -107,7 +106,7 @@ def test_with_states_that_move(tmp_path: Path) -> None:
         pair.backward()
         assert len(pair.away) == LAYERS
         pair.end()
-    states = [one for state in pair.ours.state.values() for one in state.values() if isinstance(one, AwayState)]
+    states = [one for state in pair.ours.state.values() for one in state.values() if isinstance(one, AwayTensor)]
     assert len(states) == 2 * LAYERS
 
 

@@ -16,7 +16,8 @@ from lowtide.ir import keep_all_schedule, simulate
 from lowtide.pipeline import in_flight_planners, program_costs
 from lowtide.planning import Plan
 from lowtide.settings import Settings
-from lowtide.sharing.in_flight import plan_in_flight
+from lowtide.sharing import Member
+from lowtide.sharing.in_flight import Calls
 from tests.support.training import QUICK
 from tests.support.versions import needs_2_13
 from tests.support.wide import is_wide
@@ -138,7 +139,7 @@ def test_the_least_budget_does_for_any_measured_times() -> None:
 
     def within(budget: int, seed: int) -> Plan:
         times = np.exp(np.random.default_rng(seed).normal(10, 1, len(costs.time_ns))).astype(np.int64)
-        return plan_in_flight(program, dataclasses.replace(costs, time_ns=times), 3, budget, *planners)
+        return Calls(Member(program, dataclasses.replace(costs, time_ns=times)), 3).plan(budget, *planners)
 
     with pytest.raises(lowtide.InfeasibleBudgetError) as found:
         within(30_000, seed=0)

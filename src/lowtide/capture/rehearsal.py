@@ -243,7 +243,6 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _numbers_of(self, leaves: Sequence[Any]) -> tuple[tuple[int, int] | None, ...]:
-        """Which tensors these are."""
         return tuple(self._numbers.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def differentiate(self, result: Any, inputs: Sequence[torch.Tensor]) -> None:

@@ -127,7 +127,6 @@ def _speaks() -> bool:
 
 
 def say(line: str) -> None:
-    """A line about the script."""
     if _speaks():
         print(f"lowtide: {line}", file=sys.stderr, flush=True)
 

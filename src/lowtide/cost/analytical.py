@@ -72,7 +72,6 @@ def operand_bytes(program: Program, op: int) -> int:
 
 
 def workspace_bytes(program: Program, op: int) -> int:
-    """Modelled workspace of one op."""
     node = program.graph.ops[op]
     if node.target == TANGENT_TARGET or is_view(program.graph, node):
         return 0

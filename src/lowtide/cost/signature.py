@@ -28,7 +28,6 @@ _GENERATOR_STATES = ("philox_seed", "philox_offset", "rng_state")  # as schemas 
 
 
 def signature(program: Program, op: int) -> str:
-    """The key of ``op``."""
     call = program.calls[op]
     arguments = _Describer(program, copies_storage(call.target)).text((call.args, dict(sorted(call.kwargs.items()))))
     results = ",".join(_layout(program.metas[value]) for value in program.graph.ops[op].outputs)

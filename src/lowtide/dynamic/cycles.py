@@ -75,7 +75,6 @@ class Cycle:
             part.clear()
 
     def add(self, one: Performed) -> None:
-        """An operator has run."""
         self.performed.append(one)
         for node in one.reads:
             if node not in self.made and node.bytes:
@@ -84,7 +83,6 @@ class Cycle:
         self.constant_bytes += sum([node.size_bytes for node in one.constants])
 
     def release(self, node: Node) -> None:
-        """The program let it go."""
         if node in self.made or node in self.given:
             self.released[node] = len(self.keys)
             self.constant_bytes -= 0 if node.bytes else node.size_bytes

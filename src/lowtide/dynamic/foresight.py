@@ -107,7 +107,6 @@ class Foresight:
             cycle.add(Performed(operator.name, tuple(reads), makes, constants, cost_ns, peak_bytes))
 
     def released(self, node: Node) -> None:
-        """The program let it go."""
         if self._cycle is not None and self._cycle.watched:
             self._cycle.release(node)
 

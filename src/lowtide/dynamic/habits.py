@@ -89,7 +89,6 @@ class Searches:
                 _LOG.warning("no search for a better plan can be started (%s); the plan in force stays", error)
 
     def stop(self) -> None:
-        """End them now."""
         self._waiting = []
         if self._current is not None:
             self._current[1].stop()

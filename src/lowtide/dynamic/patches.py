@@ -101,7 +101,6 @@ class Patches:
             self._undo.push(torch.compiler.set_stance("force_eager"))
 
     def remove(self) -> None:
-        """Put everything back."""
         self._active = False
         self._undo.close()
 

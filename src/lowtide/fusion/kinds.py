@@ -47,7 +47,6 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.la
 
 
 def kinds(program: Program) -> list[Kind]:
-    """The kind of every op."""
     updated = {program.graph.values[op.inputs[0]].storage for op in program.graph.ops if op.target == UPDATE_TARGET}
     return [_kind(program, op, updated) for op in program.graph.ops]
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.capture.trace.recorder import added
+
 _ATEN = torch.ops.aten
 _BATCH_NORM, _GROUP_NORM = _ATEN._native_batch_norm_legit_functional.default, _ATEN.native_group_norm.default
 
@@ -69,12 +71,8 @@ class _Inserter:
 
     def __call__(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         with self.node.graph.inserting_after(self.after):
-            added = self.node.graph.call_function(target, args)
-        added.meta = {key: item for key, item in self.node.meta.items() if key not in ("val", "tensor_meta")}
-        values: Any = fx.map_arg(args, lambda n: n.meta["val"])
-        added.meta["val"] = target(*values)
-        self.after = added
-        return added
+            self.after = added(self.node, target, *args)
+        return self.after
 
 
 def _apply(add: _Inserter, node: fx.Node) -> fx.Node:

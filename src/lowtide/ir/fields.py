@@ -48,14 +48,12 @@ def index(number: Any, size: int, what: str) -> int:
 
 
 def text(string: Any, what: str) -> str:
-    """A string."""
     if not isinstance(string, str):
         raise PlanError(f"{what}: {string!r} is not a string.")
     return string
 
 
 def truth(value: Any, what: str) -> bool:
-    """True or false."""
     if not isinstance(value, bool):
         raise PlanError(f"{what} is {value!r}, not true or false.")
     return value

@@ -30,7 +30,6 @@ class UnderWay:
         self._end([one for one in self._begun if not (one.made.isdisjoint(needed) and one.read.isdisjoint(written))])
 
     def settle_all(self) -> None:
-        """Wait for all that is under way."""
         self._end(list(self._begun))
 
     def _end(self, chosen: list[_Begun]) -> None:

@@ -78,7 +78,6 @@ class BackgroundSearch(Generic[Prepared]):
             return self._listener.changed.wait_for(lambda: self._listener.ended, seconds)
 
     def stop(self) -> None:
-        """End the search now."""
         self._kill()
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input."""
-
     number: int
 
 
@@ -24,8 +22,6 @@ class Tangent:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output."""
-
     number: int
 
 

@@ -68,7 +68,6 @@ class Outside(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """In all."""
         return sum(self)
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from lowtide.errors import LowtideError
 from lowtide.extras import require
 from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, load_instance, plain_time_ns, simulate
 from lowtide.report.tables import table_lines
-from lowtide.solve import Problem, Progress, solve
+from lowtide.solve import Problem, solve
 from lowtide.units import format_bytes, overhead_percent
 
 _LOG = logging.getLogger(__name__)
@@ -85,11 +85,11 @@ class Task:
         return Cell(self.instance, self.planner, self.budget, self.budget_bytes, status, **figures)
 
 
-def run_cell(graph: Graph, costs: Costs, task: Task, on_progress: Progress | None = None) -> Cell:
+def run_cell(graph: Graph, costs: Costs, task: Task) -> Cell:
     """Ask a planner; its schedule is checked and simulated. Whatever the planner raises becomes a ``failed`` cell."""
     began = time.perf_counter()
     try:
-        solution = solve(Problem(graph, costs, task.budget_bytes, task.seed, on_progress), task.planner)
+        solution = solve(Problem(graph, costs, task.budget_bytes, task.seed), task.planner)
     except Exception as error:  # noqa: BLE001  a defect of one planner must not cost the others their row
         message = str(error)
         if not isinstance(error, LowtideError):

@@ -57,7 +57,6 @@ def shown_contents(run: StepProfile) -> list[Content]:
 
 
 def memory_map(run: StepProfile, layout: Layout) -> MemoryMap:
-    """Of a profile and a layout of one schedule."""
     placed = [(block, offset) for block, offset in zip(run.blocks, layout.offsets, strict=True) if block.bytes]
     inside = [(b, offset, b.first, b.last) for b, offset in placed if offset is not None and b.first <= b.last]
     pieces = _stacked([block for block, offset in placed if offset is None], layout.block_bytes)

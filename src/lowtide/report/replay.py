@@ -12,15 +12,13 @@ from lowtide.trace.storages import TracedOperator, TracedStorage
 ENDLESS_BYTES = 1 << 62
 
 
-def replay(
-    trace: Trace, budget_bytes: int, heuristic: str = "dtr-eq", policy: str = "eager"
-) -> tuple[StepProfile, ReplayResult]:
+def replay(trace: Trace, budget_bytes: int, heuristic: str = "dtr-eq") -> tuple[StepProfile, ReplayResult]:
     """What happened up to where the replay ended, evicting by ``heuristic``, and how it ended.
 
     Levels are those of the simulator while each operator runs.
     """
     recorder = _Recorder(trace.forward_calls)
-    result = simulate(trace, budget_bytes, heuristic, policy=policy, most_slowdown=None, watcher=recorder)
+    result = simulate(trace, budget_bytes, heuristic, most_slowdown=None, watcher=recorder)
     return recorder.profile(), result
 
 

@@ -115,7 +115,6 @@ class Rematerialized(Planned):
         return plain and not self.in_terms and not self._waiting.summed and self.settings.in_flight == 1
 
     def _leave_in_terms(self, in_terms: bool) -> None:
-        """From now on."""
         self.in_terms = in_terms
         for entry in (one for entries in self.entries.values() for one in entries):
             entry.captured_for.clear()
@@ -269,7 +268,6 @@ class Rematerialized(Planned):
 
     @property
     def is_online(self) -> bool:
-        """Whether its calls run under ``lowtide.online``."""
         return self._online is not None
 
     def _leave_online(self) -> None:

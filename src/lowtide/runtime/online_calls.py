@@ -37,7 +37,6 @@ class OnlineCalls:
         weakref.finalize(self, _gone, self._context).atexit = False
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a call returns."""
         if self._running:  # the model calls itself
             return forward(*args, **kwargs)
         if not self._entered:

@@ -51,7 +51,6 @@ class Planned(Programs):
     def _begin(
         self, model: nn.Module, settings: Settings, original_forward: Callable[..., Any], had_instance_forward: bool
     ) -> None:
-        """Nothing is planned yet."""
         super().__init__(model, settings)
         self.given_forward = original_forward
         self.had_instance_forward = had_instance_forward
@@ -130,7 +129,6 @@ class Planned(Programs):
         return self.model.training
 
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A call that there is no plan for."""
         return self._run_as_it_is(args, kwargs)
 
     def _run_as_it_is(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -85,7 +85,6 @@ class Successors:
         self._store.set(f"{self._key}/total", str(self._number + more))
 
     def have_ended(self) -> bool:
-        """Whether the leader's search has."""
         if self._total is None and self._store.check([f"{self._key}/total"]):
             self._total = int(self._store.get(f"{self._key}/total"))
         return self._total is not None

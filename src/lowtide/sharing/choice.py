@@ -3,9 +3,9 @@
 The more the programs save, the less each recomputes, and the less room is left for the one that is running. Where it is that
 room alone that is tight, each program saves what it likes. Else a fraction ``f`` decides: a program saves at most its outputs
 plus ``f`` of what it would save beyond them without a plan. The largest fraction that fits for all is found by bisection, then
-single programs get more or less where that saves time; equal programs with equal fractions share a plan. What is left of the
-budget goes to members one by one (``sharing.upgrades``). Searches take long, those in vain longest, so what they found is kept
-(``sharing.plans``), from one choice to the next as well.
+single programs get more or less where that saves time; equal programs with equal fractions share a plan. Of one program alone
+the quickest of a few fractions is taken. What is left of the budget goes to members one by one (``sharing.upgrades``). Searches
+take long, those in vain longest, so what they found is kept (``sharing.plans``), from one choice to the next as well.
 
 What must be free when a program's forward pass ends is told to its planner as bytes that are in use between its passes.
 """
@@ -25,6 +25,7 @@ from lowtide.sharing.plans import Plans
 from lowtide.sharing.upgrades import upgraded
 
 _BISECTIONS, _BRIEF_BISECTIONS = 5, 3
+_TRIED = 8  # fractions of one program alone
 _ROUNDS, _LONGER = 2, 1  # of refinement: over all programs, and times as many plans as before it
 _MENU = (0.25, 0.5, 0.75, 1.0)
 _DOWNWARD, _LAST_TRIED = (0.5, 0.25, 0.0), 0.75  # saving the least may leave too little to compute all of it again
@@ -52,7 +53,7 @@ def choose(
     try:
         chosen, fractions = search.alone(budget_bytes), None
         if chosen is None:
-            fractions = search.refined(search.common_fraction(budget_bytes), budget_bytes)
+            fractions = search.fractions(budget_bytes)
             chosen = search.assignments(fractions, budget_bytes)
     except InfeasibleBudgetError:
         chosen = search.lowest(budget_bytes)
@@ -180,11 +181,19 @@ class _Search:
             known.failed(share, error)
             raise
 
+    def fractions(self, budget_bytes: int) -> list[float]:
+        """Those with which the budget is met and little is recomputed. Raises ``InfeasibleBudgetError``."""
+        if len(self._known) > 1:
+            return self.refined(self.common_fraction(budget_bytes), budget_bytes)
+        tried = [[number / _TRIED] * len(self.members) for number in range(_TRIED)]
+        fitting = [one for one in tried if self._fits(one, budget_bytes)] or tried[:1]
+        return min(fitting, key=lambda one: _time_ns(self.assignments(one, budget_bytes)))
+
     def common_fraction(self, budget_bytes: int) -> list[float]:
         """About the largest that all members can have. Raises ``InfeasibleBudgetError``."""
         high = 1.0
         for low in _DOWNWARD:
-            if self._fits(low, budget_bytes):
+            if self._fits([low] * len(self.members), budget_bytes):
                 break
             high = low
         else:
@@ -192,7 +201,8 @@ class _Search:
             self.assignments([low] * len(self.members), budget_bytes)
         for _ in range(_BRIEF_BISECTIONS if self.brief else _BISECTIONS):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._fits(middle, budget_bytes) else (low, middle)
+            fits = self._fits([middle] * len(self.members), budget_bytes)
+            low, high = (middle, high) if fits else (low, middle)
         return [low] * len(self.members)
 
     def menus(self, chosen: Sequence[Assignment], budget_bytes: int) -> list[list[Assignment]]:
@@ -231,10 +241,10 @@ class _Search:
                     best, time = tried, taken
         return best
 
-    def _fits(self, fraction: float, budget_bytes: int) -> bool:
-        """Whether the budget is met where all members have this fraction."""
+    def _fits(self, fractions: Sequence[float], budget_bytes: int) -> bool:
+        """Whether the budget is met where members have these fractions."""
         try:
-            self.assignments([fraction] * len(self.members), budget_bytes)
+            self.assignments(fractions, budget_bytes)
         except InfeasibleBudgetError:
             return False
         return True

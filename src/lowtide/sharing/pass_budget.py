@@ -10,7 +10,8 @@ from lowtide.ir import Costs
 from lowtide.program import Program
 from lowtide.program.sizes import Outside, check_device, outside_of
 from lowtide.settings import Settings
-from lowtide.sharing.in_flight import unconstrained_bytes
+from lowtide.sharing.constraints import Member
+from lowtide.sharing.in_flight import Calls
 
 
 def outside_pass(program: Program, settings: Settings, model: nn.Module | None) -> Outside:
@@ -25,7 +26,8 @@ def pass_budget(
     program: Program, settings: Settings, costs: Costs, outside: Outside, granted_bytes: int
 ) -> tuple[int, Outside]:
     """Bytes for a pass, and what of the given budget a pass must leave alone."""
-    unconstrained = unconstrained_bytes(program, costs, settings.in_flight)
+    member = Member(program, costs)
+    unconstrained = Calls(member, settings.in_flight).peak_bytes(member.keep_all)
     reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
     outside = outside._replace(reserved=reserve)
     there = 0 if settings.total_budget is None else outside.bytes + settings.moved_bytes

@@ -41,7 +41,6 @@ class Options:
 
     @property
     def name(self) -> str:
-        """The planner's."""
         return re.sub("(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()
 
     def solve(self, problem: Problem) -> Solution:

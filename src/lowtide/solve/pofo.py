@@ -23,7 +23,7 @@ from lowtide.ir import keep_all_schedule
 from lowtide.solve.block_programs import Rotor
 from lowtide.solve.blocks.compose import BlockChains
 from lowtide.solve.model.compact import compact
-from lowtide.solve.moving.chains import ChainPrograms, pofo_builders
+from lowtide.solve.moving.chains import ChainPrograms
 from lowtide.solve.moving.steps import decoded, program_of
 from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer
@@ -46,6 +46,7 @@ class Pofo(Options):
         chains = BlockChains(compact(problem.graph, problem.costs))
         below_ns = rotor.time_ns if rotor.status.solved else None
         programs = ChainPrograms(problem, chains.model, program_of(problem.graph, problem.costs))
-        for builder in pofo_builders(chains, self.blocks, self.slots):
+        rotors = Rotor(slots=self.slots, blocks=self.blocks)
+        for builder in rotors.builders(chains) if chains.has_blocks else ():
             found += [decoded(steps) for steps, _ in programs.schedules(builder, self.cells, below_ns)]
         return answer(self.name, problem, [keep_all_schedule(problem.graph), *found])

@@ -18,7 +18,7 @@ from lowtide.ir import Schedule
 from lowtide.pipeline import first_form
 from lowtide.planning import Plan, make_plan
 from lowtide.sharing import Member, Share
-from lowtide.sharing.in_flight import Calls, plan_calls
+from lowtide.sharing.in_flight import Calls
 from lowtide.units import format_bytes
 
 
@@ -74,7 +74,7 @@ class Stage:
         """By which all that is in flight fits. Raises ``InfeasibleBudgetError``."""
         both = planner, first_form(planner)
         plannings = (functools.partial(_planned, planner=each, **options) for each in both)
-        return plan_calls(self._calls(member), budget_bytes, *plannings)
+        return self._calls(member).plan(budget_bytes, *plannings)
 
     def _calls(self, member: Member) -> Calls:
         return Calls(member, self.in_flight, accumulated=self.micro_batches > 1)

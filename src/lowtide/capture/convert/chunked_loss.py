@@ -48,6 +48,7 @@ from lowtide.capture.convert.row_by_row import (
     projection_of,
     value_of,
 )
+from lowtide.capture.trace.recorder import added
 from lowtide.ir.graph import LOGITS_PIECE
 
 _LOG = logging.getLogger(__name__)
@@ -144,14 +145,6 @@ class _Writer:
         for node in late:
             anchor.prepend(node)
 
-    def _emit(self, like: fx.Node, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
-        """An operator with the meaning of the node ``like``."""
-        added = self.graph.create_node("call_function", target, args, kwargs, name)
-        added.meta = {key: item for key, item in like.meta.items() if key not in ("val", "tensor_meta", "desc")}
-        values: Any = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-        added.meta["val"] = target(*values[0], **values[1])
-        return added
-
     def _piece(self, node: fx.Node, number: int) -> fx.Node:
         """The rows of a wide node that are in a piece, as a matrix."""
         if (node, number) not in self.known:
@@ -163,9 +156,9 @@ class _Writer:
         args: Any = node.args
         if node is self.region.projection:
             name = f"{LOGITS_PIECE}{number + 1}_of_{len(self.bounds)}"
-            return self._emit(node, target, *args[:-2], self._hidden(number), args[-1], name=name)
+            return added(node, target, *args[:-2], self._hidden(number), args[-1], name=name)
         if node in self.region.turned:
-            return self._emit(node, TURN, self._piece(args[0], number))
+            return added(node, TURN, self._piece(args[0], number))
         if target in SAME or target in (SLICE, SLICE_BACKWARD):
             return self._piece(args[0], number)
         if target is EXPAND:
@@ -173,13 +166,11 @@ class _Writer:
         if target is NLL_BACKWARD:
             gradient, logs, labels, *others = args
             own = self._rows_of(node, gradient, number) if value_of(gradient).dim() else gradient
-            return self._emit(
-                node, target, own, self._piece(logs, number), self._rows_of(node, labels, number), *others
-            )
+            return added(node, target, own, self._piece(logs, number), self._rows_of(node, labels, number), *others)
         own = fx.map_arg(args, lambda one: self._operand(node, one, number))
         if target in WITH_DIM:
             own = (*own[: WITH_DIM[target]], 1, *own[WITH_DIM[target] + 1 :])
-        return self._emit(node, target, *own, **cast(Any, node.kwargs))
+        return added(node, target, *own, **cast(Any, node.kwargs))
 
     def _operand(self, node: fx.Node, operand: fx.Node, number: int) -> fx.Node:
         if operand in self.region.wide or operand in self.region.spread:
@@ -194,14 +185,14 @@ class _Writer:
         start, end = self.bounds[number]
         source = node.args[0]
         one = value_of(source).numel() == 1
-        rows = self._emit(node, _VIEW, source, [1, 1]) if one else self._rows_of(node, source, number, 1)
-        return self._emit(node, EXPAND, rows, [end - start, self.region.classes])
+        rows = added(node, _VIEW, source, [1, 1]) if one else self._rows_of(node, source, number, 1)
+        return added(node, EXPAND, rows, [end - start, self.region.classes])
 
     def _rows_of(self, like: fx.Node, node: Any, number: int, *width: int) -> fx.Node:
         """The piece of a tensor with a number for each row."""
         if value_of(node).dim() != 1 + len(width):
-            node = self._emit(like, _ATEN.reshape.default, node, [self.region.rows, *width])
-        return self._emit(like, SLICE, node, 0, *self.bounds[number])
+            node = added(like, _ATEN.reshape.default, node, [self.region.rows, *width])
+        return added(like, SLICE, node, 0, *self.bounds[number])
 
     def _hidden(self, number: int) -> fx.Node:
         region = self.region
@@ -209,7 +200,7 @@ class _Writer:
             whole = (region.hidden, -1)
             if whole not in self.known:
                 self.known[whole] = self._sliced(region.hidden) if region.slices else region.hidden
-            piece = self._emit(region.projection, SLICE, self.known[whole], 0, *self.bounds[number])
+            piece = added(region.projection, SLICE, self.known[whole], 0, *self.bounds[number])
             self.known[region.hidden, number] = piece
         return self.known[region.hidden, number]
 
@@ -217,10 +208,10 @@ class _Writer:
         """The hidden states of the rows that are left behind slices of logits."""
         like, width = self.region.projection, value_of(hidden).shape[1]
         for one in self.region.slices:
-            hidden = self._emit(like, _VIEW, hidden, [*value_of(one.args[0]).shape[:-1], width])
-            hidden = self._emit(like, SLICE, hidden, *one.args[1:])
-            hidden = self._emit(like, _ATEN.clone.default, hidden, memory_format=torch.contiguous_format)
-        return self._emit(like, _VIEW, hidden, [self.region.rows, width])
+            hidden = added(like, _VIEW, hidden, [*value_of(one.args[0]).shape[:-1], width])
+            hidden = added(like, SLICE, hidden, *one.args[1:])
+            hidden = added(like, _ATEN.clone.default, hidden, memory_format=torch.contiguous_format)
+        return added(like, _VIEW, hidden, [self.region.rows, width])
 
     def _part(self, end: fx.Node, number: int, before: Sequence[Any]) -> Any:
         """What a piece adds to an end; of a product that is a sum over rows, the sum up to here."""
@@ -228,33 +219,33 @@ class _Writer:
         if target is NLL:
             return self._loss(end, number)
         if target is not MM and region.sums_rows(end):
-            return self._emit(end, SUM, self._piece(args[0], number), [0], True)
+            return added(end, SUM, self._piece(args[0], number), [0], True)
         if target is not MM:
             dim = 1 if target is ARGMAX else [1]
-            return self._emit(end, target, self._piece(args[0], number), dim, *args[2:], **cast(Any, end.kwargs))
+            return added(end, target, self._piece(args[0], number), dim, *args[2:], **cast(Any, end.kwargs))
         if not region.sums_rows(end):
-            return self._emit(end, MM, self._piece(args[0], number), args[1])
+            return added(end, MM, self._piece(args[0], number), args[1])
         left, right = (self._factor(end, one, number) for one in args)
         if not before:
-            return self._emit(end, MM, left, right)
-        return self._emit(end, ADDMM, before[-1], left, right)
+            return added(end, MM, left, right)
+        return added(end, ADDMM, before[-1], left, right)
 
     def _factor(self, end: fx.Node, node: Any, number: int) -> fx.Node:
         if node in self.region.wide or node in self.region.turned:
             return self._piece(node, number)
         hidden = self._hidden(number)
-        return self._emit(end, TURN, hidden) if node.target is TURN else hidden
+        return added(end, TURN, hidden) if node.target is TURN else hidden
 
     def _loss(self, end: fx.Node, number: int) -> Any:
         """The loss of a piece and the weight of its labels, as sums in at least float32; or the loss of each row."""
         logs, labels, weight, reduction, ignored = cast(Any, end.args)
         piece = self._piece(logs, number)
         if reduction and value_of(piece).dtype.itemsize < 4:
-            piece = self._emit(end, _ATEN._to_copy.default, piece, dtype=torch.float32)
-            weight = weight and self._emit(end, _ATEN._to_copy.default, weight, dtype=torch.float32)
+            piece = added(end, _ATEN._to_copy.default, piece, dtype=torch.float32)
+            weight = weight and added(end, _ATEN._to_copy.default, weight, dtype=torch.float32)
         own = self._rows_of(end, labels, number)
-        both = self._emit(end, NLL, piece, own, weight, _ADD_UP if reduction else 0, ignored)
-        return [self._emit(end, operator.getitem, both, index) for index in (0, 1)]
+        both = added(end, NLL, piece, own, weight, _ADD_UP if reduction else 0, ignored)
+        return [added(end, operator.getitem, both, index) for index in (0, 1)]
 
     def _replace(self, end: fx.Node, parts: Sequence[Any]) -> None:
         if end.target is NLL:
@@ -264,34 +255,32 @@ class _Writer:
         elif end.target is MM:
             end.replace_all_uses_with(parts[-1])
         else:
-            end.replace_all_uses_with(
-                self._emit(end, SUM, self._emit(end, _ATEN.cat.default, list(parts)), *end.args[1:])
-            )
+            end.replace_all_uses_with(added(end, SUM, added(end, _ATEN.cat.default, list(parts)), *end.args[1:]))
 
     def _replace_loss(self, end: fx.Node, parts: Sequence[Any]) -> None:
         whole, weight = end.meta["val"]
         if end.args[3]:
-            stacks = (self._emit(end, _ATEN.stack.default, list(column)) for column in zip(*parts, strict=True))
-            loss, total = (self._emit(end, _ATEN.sum.default, stack) for stack in stacks)
-            loss = self._emit(end, _ATEN.div.Tensor, loss, total) if end.args[3] == _MEAN else loss
+            stacks = (added(end, _ATEN.stack.default, list(column)) for column in zip(*parts, strict=True))
+            loss, total = (added(end, _ATEN.sum.default, stack) for stack in stacks)
+            loss = added(end, _ATEN.div.Tensor, loss, total) if end.args[3] == _MEAN else loss
         else:
-            loss, total = self._emit(end, _ATEN.cat.default, [own for own, _ in parts]), parts[0][1]
+            loss, total = added(end, _ATEN.cat.default, [own for own, _ in parts]), parts[0][1]
         results = [self._as(end, one, like.dtype) for one, like in ((loss, whole), (total, weight))]
         for user in list(end.users):
             user.replace_all_uses_with(results[cast(int, user.args[1])])
 
     def _as(self, end: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return node if value_of(node).dtype == dtype else self._emit(end, _ATEN._to_copy.default, node, dtype=dtype)
+        return node if value_of(node).dtype == dtype else added(end, _ATEN._to_copy.default, node, dtype=dtype)
 
     def _joined(self, end: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
         """The results for each row, one after the other, and nothing for rows that slices left out."""
-        whole = self._emit(end, _ATEN.cat.default, list(parts))
+        whole = added(end, _ATEN.cat.default, list(parts))
         if end.target is MM:
             behind = self.region.wide[cast(fx.Node, end.args[0])]
             for one in reversed(self.region.slices[len(behind) :]):
                 sizes, width = list(value_of(one.args[0]).shape[:-1]), value_of(whole).shape[-1]
-                whole = self._emit(end, _VIEW, whole, [*value_of(one).shape[:-1], width])
+                whole = added(end, _VIEW, whole, [*value_of(one).shape[:-1], width])
                 place = (*one.args[1:], *(0, None, None, 1)[len(one.args) - 1 :])
-                whole = self._emit(end, SLICE_BACKWARD, whole, [*sizes, width], *place)
+                whole = added(end, SLICE_BACKWARD, whole, [*sizes, width], *place)
         shape = list(value_of(end).shape)
-        return whole if list(value_of(whole).shape) == shape else self._emit(end, _VIEW, whole, shape)
+        return whole if list(value_of(whole).shape) == shape else added(end, _VIEW, whole, shape)

@@ -9,13 +9,14 @@ outermost autocast ends.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from lowtide.capture.trace.patches import wrapped
+from lowtide.capture.trace.recorder import added
 from lowtide.device import plain_types
 from lowtide.program.roles import Gradient
 
@@ -118,12 +119,12 @@ def _regroup(gradient: fx.Node, group_of: Mapping[Any, Group]) -> None:
         part: fx.Node | None = term
         if group is not None and groups.count(group) > 1:
             low: Any = term.args[0]
-            totals[group] = low if group not in totals else _inserted(before, low, _ADD, (totals[group], low))
+            totals[group] = low if group not in totals else _inserted(before, low, _ADD, totals[group], low)
             part = None
             if group not in groups[position + 1 :]:
-                part = _inserted(before, term, _TO_COPY, (totals[group],), term.kwargs)
+                part = _inserted(before, term, _TO_COPY, totals[group], **term.kwargs)
         if part is not None:
-            result = part if result is None else _inserted(before, term, _ADD, (result, part))
+            result = part if result is None else _inserted(before, term, _ADD, result, part)
     assert result is not None
     gradient.replace_all_uses_with(result)
     for node in (*reversed(sums), *terms):
@@ -148,12 +149,6 @@ def _summed(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return [node, *reversed(terms)], sums[::-1]
 
 
-def _inserted(before: fx.Node, like: fx.Node, target: Any, args: Sequence[Any], kwargs: Any = None) -> fx.Node:
-    """An operator with the meaning of ``like``."""
+def _inserted(before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     with before.graph.inserting_before(before):
-        node = before.graph.call_function(target, tuple(args), dict(kwargs or {}))
-    node.meta = dict(like.meta)
-    value = like.meta["val"]
-    with value.fake_mode:
-        node.meta["val"] = target(*(arg.meta["val"] for arg in args), **(kwargs or {}))
-    return node
+        return added(like, target, *args, **kwargs)

@@ -57,7 +57,6 @@ class Expectations:
         self.answers: list[bool] = []
 
     def begin(self) -> None:
-        """A run of the model begins."""
         self.answers = []
 
     def next_answer(self, value: Any) -> bool | None:

@@ -49,6 +49,15 @@ def recording(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def added(like: fx.Node, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
+    """Another operator, with the meaning of the node ``like``, at the place at which its graph inserts now."""
+    node = like.graph.create_node("call_function", target, args, kwargs, name)
+    node.meta = {key: item for key, item in like.meta.items() if key not in ("val", "tensor_meta", "desc")}
+    values: Any = fx.map_arg((args, kwargs), lambda one: one.meta["val"])
+    node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
 def _noted(func: Any, known: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not _is_simple(func):
         raise _UnknownError

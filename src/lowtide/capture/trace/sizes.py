@@ -37,7 +37,6 @@ class SymbolicSizes:
         self._selected: dict[Any, Any] = {}  # numbers of rows, by what they are known by
 
     def begin(self) -> Any:
-        """The environment of a new trace."""
         self.expressions, self.traced, self._selected = {}, {}, {}
         self.environment = ShapeEnv(
             duck_shape=not self.apart, specialize_zero_one=True, allow_dynamic_output_shape_ops=False
@@ -121,7 +120,6 @@ def extents(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def expression(value: Any) -> sympy.Expr:
-    """Of a number, symbolic or not."""
     return value.node.expr if isinstance(value, SYMBOLIC) else sympy.sympify(value)
 
 

@@ -34,7 +34,6 @@ class BackwardCalls:
         return self._entered is not None
 
     def returned(self, result: Any) -> None:
-        """A call of the model returns this."""
         if self.hidden and (self.found or self._steps < _TRIED):
             self._steps += 1
             tell(result, self._reached)

@@ -51,7 +51,6 @@ class HeldBetween:
         self._level_bytes = None if self._level_bytes is None else self._level_bytes + kept_bytes
 
     def go_on(self) -> None:
-        """Code between programs goes on."""
         self._level_bytes = allocated_bytes(self.device)
         self.watch()
 

@@ -35,12 +35,10 @@ class EagerSteps:
         self._ending = False  # also after a backward pass that failed
 
     def given(self, arguments: Any) -> None:
-        """A call has these arguments."""
         if any(tensor.grad_fn is not None for tensor in structure.flatten(arguments)[0]):
             self.are_its_own = False
 
     def returned(self, result: Any) -> None:
-        """A call returns this."""
         tell(result, self._in_backward)
 
     def _in_backward(self, _: torch.Tensor) -> None:

@@ -258,7 +258,6 @@ class Parts:
         return any(one.changes and part.name.startswith(f"{one.name}.") for one in self._parts.values())
 
     def planned(self) -> list[Part]:
-        """Those that run by plans."""
         return [part for part in self._parts.values() if part.entries]
 
     @property
@@ -283,7 +282,6 @@ class Parts:
         return forward(*args, **kwargs)
 
     def ran(self, result: Any) -> None:
-        """A call that returned this."""
         self._eager.returned(result)
         self.backward.returned(result)
 

@@ -152,7 +152,6 @@ class SharedBudget:
         self.go_on()
 
     def go_on(self) -> None:
-        """Code between the graphs goes on."""
         self._end_gap()
         self.between.go_on()
 

@@ -73,8 +73,6 @@ def describe(inputs: Sequence[torch.Tensor], states: int) -> str:
 
 
 class Sample(NamedTuple):
-    """A call to capture."""
-
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
 

@@ -39,8 +39,6 @@ class _Now(enum.Enum):
 
 
 class Owning:
-    """For the programs of ``owner``."""
-
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._now = _Now.UNDECIDED

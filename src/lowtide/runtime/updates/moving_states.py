@@ -1,8 +1,7 @@
 """States of an optimizer that lie in a second memory between the updates of their parameters.
 
 What moves of a parameter's state are its large tensors, as Adam's moments; counts stay. In ``optimizer.state`` a tensor that is
-away is an ``AwayState``, which whoever reads it fetches. Each parameter has a place of its own in the second memory, where its
-state lies until the next update.
+away is an ``AwayTensor``. Each parameter has room of its own in the second memory, where its state lies until the next update.
 """
 
 from __future__ import annotations
@@ -18,62 +17,18 @@ import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils import _pytree as pytree
 
-from lowtide.errors import ExecutionError
 from lowtide.memory.allocators import round_up
-from lowtide.offload import Copy, Lease, SecondMemoryOf, open_memory
+from lowtide.offload import Lease, SecondMemoryOf, open_memory
 from lowtide.offload.interface import ALIGNMENT
 from lowtide.program.optimizer_state import state_sizes
 from lowtide.program.updates import StateMoves
-from lowtide.runtime.updates.away import AwayTensor
-from lowtide.runtime.updates.moving_gradients import AwayGradient, begin_gradient
+from lowtide.runtime.updates.away import AwayTensor, Place, Transfer
+from lowtide.runtime.updates.moving_gradients import begin_gradient
 from lowtide.runtime.updates.optimizer_step import step_for
 
 _LOG = logging.getLogger(__name__)
 _LEAST_BYTES = ALIGNMENT  # of a tensor that moves
 _LEAST_SHARE = 1e-3  # of all that may move, that the state of a parameter is
-
-
-class AwayState(AwayTensor):
-    """A tensor of an optimizer's state in a second memory: whoever reads it fetches it, and nobody can write into it."""
-
-    place: Copy
-
-    def begun(self) -> torch.Tensor:
-        """The tensor, in memory that begins to fill: nobody may use it before ``place.back()``."""
-        self.place.left()
-        (tensor,) = self.place.fetch()
-        return tensor
-
-    def fetched(self) -> torch.Tensor:
-        """The tensor. Raises ``ExecutionError`` where it cannot be read."""
-        tensor = self.begun()
-        self.place.back()
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0], args[0].place)
-        if func._schema.is_mutable:
-            written = [
-                v for a, v in zip(func._schema.arguments, args, strict=False) if a.alias_info and a.alias_info.is_write
-            ]
-            if any(isinstance(leaf, AwayState) for leaf in pytree.tree_leaves(written)):
-                raise ExecutionError(
-                    f"{func} would write into a state of the optimizer that lies in the second memory (offload=). Load states "
-                    "with optimizer.load_state_dict, or call lowtide.restore(model) before."
-                )
-        here = functools.partial(pytree.tree_map_only, AwayState, AwayState.fetched)
-        return func(*here(args), **here(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.fetched()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.fetched().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"AwayState(shape={list(self.shape)}, dtype={self.dtype})"
 
 
 @dataclass(slots=True, eq=False)
@@ -110,8 +65,9 @@ class MovingStates:
     def moves(self, parameters: Mapping[int, torch.Tensor], share: float) -> dict[int, StateMoves]:
         """Of ``parameters`` by position those whose state moves where ``share`` of all bytes are to, and how."""
         chosen = set(map(id, self._chosen(share)))
+        fetch, store = Transfer("FetchState", self.fetch), Transfer("StoreState", self.store)
         return {
-            position: StateMoves(FetchState(self), StoreState(self), self._sizes[id(parameter)])
+            position: StateMoves(fetch, store, self._sizes[id(parameter)])
             for position, parameter in parameters.items()
             if id(parameter) in chosen
         }
@@ -156,13 +112,10 @@ class MovingStates:
     def fetch(self, parameter: torch.Tensor) -> Callable[[], FetchedState]:
         """Begin to fetch the state of ``parameter``. Called, what is returned waits for it."""
         state = self._of(parameter)
-        away = {key: value for key, value in state.items() if isinstance(value, AwayState)}
-        fetched = FetchedState(parameter, {key: one.begun() for key, one in away.items()})
+        coming = {key: value.place.begin() for key, value in state.items() if isinstance(value, AwayTensor)}
 
         def end() -> FetchedState:
-            for one in away.values():
-                one.place.back()
-            return fetched
+            return FetchedState(parameter, {key: come() for key, come in coming.items()})
 
         return end
 
@@ -183,13 +136,13 @@ class MovingStates:
         state, tensors = self._of(fetched.parameter), fetched.tensors
         sizes = list(map(_slot, tensors.values()))
         lease, offsets = self._lease(fetched.parameter, sum(sizes)), itertools.accumulate(sizes, initial=0)
-        copies = {key: lease.offload(offset, (tensors[key],)) for key, offset in zip(tensors, offsets, strict=False)}
-        state.update({key: AwayState(tensors[key], copy) for key, copy in copies.items()})
+        places = {key: Place(lease, offset, tensors[key]) for key, offset in zip(tensors, offsets, strict=False)}
+        state.update({key: AwayTensor(tensors[key], place) for key, place in places.items()})
 
         def end() -> None:
             try:
-                for copy in copies.values():
-                    copy.left()
+                for place in places.values():
+                    place.copy.left()
             except BaseException:
                 state.update(tensors)
                 raise
@@ -202,6 +155,9 @@ class MovingStates:
         """Take states that are there, but should not be, to the second memory."""
         for parameter in self._moving:
             there = {key: one for key, one in self._of(parameter).items() if _moves(one)}
+            for one in self._of(parameter).values():
+                if isinstance(one, AwayTensor):  # of which somebody had a view
+                    one.place.leave()
             if there:
                 self.store(FetchedState(parameter, there))()
 
@@ -213,7 +169,7 @@ class MovingStates:
         groups = {id(one): group for group in self.optimizer.param_groups for one in group["params"]}
         moving = set(map(id, self._moving))
         chosen = [one for one in self._parameters if id(one) in groups and one.grad is not None]
-        chosen = [one for one in chosen if id(one) in moving or isinstance(one.grad, AwayGradient)]
+        chosen = [one for one in chosen if id(one) in moving or isinstance(one.grad, AwayTensor)]
         coming = [(self.fetch(parameter), begin_gradient(parameter)) for parameter in chosen[:1]]
         going: list[Callable[[], None]] = []
         with torch.no_grad():
@@ -259,7 +215,7 @@ class MovingStates:
         """Fetch the states of ``parameters`` for whoever reads and writes them outside of a planned pass."""
         for parameter in parameters:
             state = self._of(parameter)
-            for key in [key for key, value in state.items() if isinstance(value, AwayState)]:
+            for key in [key for key, value in state.items() if isinstance(value, AwayTensor)]:
                 state[key] = state[key].fetched()
 
     def _of(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -275,35 +231,6 @@ class MovingStates:
         return lease
 
 
-class _Transfer:
-    """An operator of a program."""
-
-    def __init__(self, states: MovingStates) -> None:
-        self.states = states
-        self.__name__ = self.__qualname__ = type(self).__name__
-        self.__module__ = "lowtide"
-
-
-class FetchState(_Transfer):
-    """Returns the state of a parameter from the second memory."""
-
-    def __call__(self, parameter: torch.Tensor) -> FetchedState:
-        return self.begin(parameter)()
-
-    def begin(self, parameter: torch.Tensor) -> Callable[[], FetchedState]:
-        return self.states.fetch(parameter)
-
-
-class StoreState(_Transfer):
-    """Takes the state back there."""
-
-    def __call__(self, fetched: FetchedState) -> None:
-        self.begin(fetched)()
-
-    def begin(self, fetched: FetchedState) -> Callable[[], None]:
-        return self.states.store(fetched)
-
-
 def movable_bytes(sizes: Iterable[int], device: torch.device) -> int:
     """What may move of the state of a parameter, whose tensors are of these sizes."""
     return sum(round_up(size, device) for size in sizes if size >= _LEAST_BYTES)
@@ -311,12 +238,12 @@ def movable_bytes(sizes: Iterable[int], device: torch.device) -> int:
 
 def saved_whole(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """A ``state_dict`` whose tensors are all there."""
-    here = functools.partial(pytree.tree_map_only, AwayState, AwayState.fetched)
+    here = functools.partial(pytree.tree_map_only, AwayTensor, AwayTensor.fetched)
     return {**saved, "state": {number: here(state) for number, state in saved["state"].items()}}
 
 
 def _moves(value: Any) -> bool:
-    plain = isinstance(value, torch.Tensor) and not isinstance(value, AwayState)
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, AwayTensor)
     return plain and value.nbytes >= _LEAST_BYTES
 
 

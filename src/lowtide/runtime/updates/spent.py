@@ -84,7 +84,6 @@ class SpentGradients:
         return spent
 
     def latest(self, parameter: torch.Tensor) -> SpentGradient:
-        """The one that was made last."""
         return self._latest[id(parameter)]
 
 
@@ -96,7 +95,6 @@ def fill_zeroed(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _shape(args: Any) -> torch.Size:
-    """Of the spent gradient among these."""
     for one in args:
         found = (
             next((each for each in one if isinstance(each, SpentGradient)), one)

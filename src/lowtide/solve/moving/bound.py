@@ -24,7 +24,7 @@ import numpy as np
 
 from lowtide.solve.bounds import INFEASIBLE_NS, prove_time, proven_infeasible
 from lowtide.solve.model.compact import CompactGraph, Numbers, compact
-from lowtide.solve.model.split import all_movable, split, split_for_nothing
+from lowtide.solve.model.split import MOST_NS, all_movable, split, split_for_nothing
 from lowtide.solve.outcome import bounded_by, least_time_ns
 from lowtide.solve.problem import Problem, Solution, Status
 
@@ -32,7 +32,6 @@ _FIRST = ((0.003, 0.0), (0.03, 0.0), (0.1, 0.0), (0.3, 0.0), (0.01, 0.1), (0.03,
 _STEPS = ((2.0, 0.1), (1.4, 0.03))  # how much both are changed: a factor of w, a difference of u
 _MOST = {1: 16, 2: 24, 3: 40}  # pairs that are tried, by effort
 _MOST_OPS = 1400  # of programs that are worth more than the least effort
-_MOST_NS = 2**46  # a price, 19 hours: sums of them stay within 64 bits
 _FINE = 10**7  # a program's time: fine enough for weighted times to be rounded
 _ROUNDING = 1e-6  # ns: above what floating point can be wrong by
 
@@ -122,7 +121,7 @@ class _Clocks:
         )
         away = np.zeros(len(model.storage_node), np.int64)
         for handle, there_ns, back_ns in self.handles:
-            away[handle] = int(min(parts * (fetching * back_ns + offloading * there_ns), _MOST_NS))
+            away[handle] = int(min(parts * (fetching * back_ns + offloading * there_ns), MOST_NS))
         budget = self.problem.budget_bytes
         proof = prove_time(model, budget, effort=effort, kept_ns=away)
         if proof.relaxed is None:

@@ -10,10 +10,9 @@ from functools import cached_property, partial
 import numpy as np
 
 from lowtide.ir import Schedule, SecondMemory, schedule_from_sequence
-from lowtide.solve.block_programs import Rotor
-from lowtide.solve.blocks.chain import Chain, make_chain
+from lowtide.solve.blocks.chain import Chain
 from lowtide.solve.blocks.compose import BlockChains
-from lowtide.solve.blocks.partition import articulation_cuts, refined_cuts, several_cuts, top_cuts
+from lowtide.solve.blocks.partition import articulation_cuts, refined_cuts, top_cuts
 from lowtide.solve.blocks.sequences import Builder
 from lowtide.solve.blocks.table import Table, build_table
 from lowtide.solve.model.compact import CompactGraph, Indices, decode
@@ -32,18 +31,8 @@ _BLOCKS, _BUNDLES, _PART_NODES, _BLOCK_NODES = 32, 24, 12, 60
 _OPTIONS, _SLOTS = 12, 300
 
 
-def pofo_builders(chains: BlockChains, blocks: int = 40, slots: int = 300) -> list[Builder]:
-    """Tables of rotor, one per way to cut."""
-    if not chains.has_blocks:
-        return []
-    rotor = Rotor(slots=slots)
-    return [partial(rotor.table, make_chain(chains.model, cuts)) for cuts in several_cuts(chains.model, blocks)]
-
-
 def menu_builders(chains: BlockChains) -> list[Builder]:
     """Tables of rockmate and of h-rockmate: blocks that may save less than everything."""
-    if not chains.has_blocks:
-        return []
     cuts = refined_cuts(chains.model, articulation_cuts(chains.model, _BLOCKS), _BLOCK_NODES)
     ways = [chains.with_menus(cuts, _OPTIONS)]
     ways += [chains.composed(tops, _PART_NODES, _OPTIONS) for tops in top_cuts(chains.model, _BUNDLES, _PART_NODES)[:2]]

@@ -24,7 +24,7 @@ from lowtide.solve.block_programs import Rotor
 from lowtide.solve.bounds import INFEASIBLE_NS
 from lowtide.solve.model.split import Split, movable_storages, split
 from lowtide.solve.model.sweep import Candidate
-from lowtide.solve.moving.chains import ChainPrograms, menu_builders, pofo_builders
+from lowtide.solve.moving.chains import ChainPrograms, menu_builders
 from lowtide.solve.moving.choices import LADDER, QUICK, SHORT, Choice, around
 from lowtide.solve.moving.steps import Program, Run, Steps, decoded, encoded, place_steps, program_of, run_steps
 from lowtide.solve.outcome import answer, least_time_ns
@@ -307,9 +307,9 @@ def _on_chains(moves: _Moves, effort: int) -> Attempts:
         yield
     assert moves.portfolio is not None, "blocks run again"
     chains = moves.portfolio.chains
-    builders = menu_builders(chains)
-    builders = builders if effort > 1 else builders[1:2]
-    builders = [*builders, *(pofo_builders(chains) if effort else ())]
+    if not chains.has_blocks:
+        return
+    builders = menu_builders(chains)[: None if effort > 1 else 0]
     programs = ChainPrograms(problem, chains.model, moves.program)
     for builder in builders:
         _note_all(moves, programs.schedules(builder, _CELLS, moves.least_ns))

@@ -77,8 +77,6 @@ class Program(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """A schedule."""
-
     rows: Indices
     boundary: int
 
@@ -165,7 +163,6 @@ def decoded(steps: Steps) -> Schedule:
 
 
 def run_steps(program: Program, steps: Steps) -> Run:
-    """On the clock."""
     return Run(*core.run_steps(program, steps))
 
 

@@ -70,12 +70,10 @@ class Portfolio:
 
     @cached_property
     def exact(self) -> CompactGraph:
-        """The model for exact searches."""
         return released_model(self.graph, self.costs, self.model) if affordable(self.model) else self.model
 
     @cached_property
     def floor(self) -> CompactGraph:
-        """The model for bounds."""
         return bounding_model(self.graph, self.costs, self.model)
 
     @cached_property

@@ -61,7 +61,6 @@ def levels() -> str:
 
 
 def thread() -> str:
-    """Which thread this is."""
     own = threading.current_thread()
     return str((own.name, own.ident, own.daemon))
 

@@ -120,7 +120,6 @@ _remembered: _Remembered | None = None
 
 
 def caches() -> Caches:
-    """Those that there are now."""
     return Caches() if _remembered is None else _remembered.caches
 
 

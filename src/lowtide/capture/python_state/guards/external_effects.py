@@ -154,7 +154,6 @@ class Reach:
         return [holder.changed(now) for holder, now in self._changes()]
 
     def put_back(self) -> None:
-        """Let all hold what it held."""
         for holder, _ in self._changes():
             holder.write(holder.then)
 

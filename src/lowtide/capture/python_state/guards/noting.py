@@ -50,7 +50,6 @@ class NotingClasses:
             self.add(kind)
 
     def remove(self) -> None:
-        """Leave the classes as they were."""
         for kind, methods in reversed(self._before.items()):
             _put(kind, methods)
         self._before.clear()
