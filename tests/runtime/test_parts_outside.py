@@ -81,6 +81,34 @@ def test_what_planning_keeps_is_no_memory_between_parts() -> None:
     assert model.forward.parts.shared.record.most_between < synthetic._pattern(torch.float32).nbytes / 2
 
 
+class _Counting(nn.Module):
+    """Decides by its data, and puts another table in the place of the one that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("table", torch.zeros(256, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.tanh(self.up(x)))
+        self.table = self.table + 1
+        return x + y if y.sum().item() < 1e30 else x
+
+
+class _Counted(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def test_captures_in_vain_leave_nothing_behind() -> None:
+    """What a failed capture had computed of buffers goes with it, before the next part is tried."""
+    model, x = _Counted(*(_Counting() for _ in range(8))), torch.randn(8, WIDTH)
+    plain = min(lowtide.measure(lambda: model(x).backward()).peak_bytes for _ in range(3))  # the first makes the tables
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    peaks = [lowtide.measure(lambda: model(x).backward()).peak_bytes for _ in range(4)]
+    assert max(peaks) <= plain
+
+
 class _Dropping(nn.Module):
     """Drops layers by Python's random numbers: every second one, or few, so that the program with all of them comes often."""
 

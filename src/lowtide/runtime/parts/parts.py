@@ -27,7 +27,7 @@ from lowtide.capture.python_state.guards.caches import caches_remembered
 from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, NoGradientError
-from lowtide.memory.collector import collect_young
+from lowtide.memory.collector import collect_young, collector_held
 from lowtide.pipeline import Finish
 from lowtide.planning import Plan
 from lowtide.program import Program
@@ -80,15 +80,15 @@ class Part(SharingForward):
         nested = self.parts.backward.are_under_way
         self.parts.backward.found |= nested
         if self.outside is None:
-            with self.parts.lifted(self.model):
+            with self.parts.lifted(self.model), collector_held():  # what a capture leaves stays young
                 try:
                     return super().call(*args, **kwargs)
                 except NoGradientError:
                     self.outside = ""
                 except CaptureError as error:
-                    self.outside = str(error)  # alone: its traceback holds tensors
+                    self.outside = str(error)  # alone: its traceback holds tensors, and who keeps a log may keep it
                     self._leave()
-                    _LOG.info("%s runs as it is, its submodules are tried as parts: %s", self.name, error)
+                    _LOG.info("%s runs as it is, its submodules are tried as parts: %s", self.name, self.outside)
                 collect_young()
                 self.shared.go_on()
         if nested:  # whatever it keeps is soon let go
@@ -201,7 +201,7 @@ class Parts:
         changed += ", with a loss in pieces where one computes all of it" * settings.chunked_loss
         _LOG.warning(
             "%s cannot be one program, so its submodules are planned%s, and code between them runs as it is: %s",
-            type(model).__name__, changed, why,
+            type(model).__name__, changed, self.why,
         )  # fmt: skip
 
     @property
