@@ -170,6 +170,23 @@ def test_a_model_that_is_gone_leaves_the_context() -> None:
     result.backward()
 
 
+def test_a_backward_pass_that_fails_leaves_the_context() -> None:
+    """What the thread does then is outside of the budget."""
+    torch.manual_seed(0)
+    model, inputs = _Dynamic(), torch.randn(512, 64)
+    lowtide.rematerialize(model, budget="400KiB")
+    result = model(inputs)
+    result.register_hook(_fails)
+    with pytest.raises(ZeroDivisionError):
+        result.backward()
+    assert not is_inside()
+    lowtide.restore(model)
+
+
+def _fails(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
 def test_calls_that_wait_together_are_one_step() -> None:
     """A percentage is of what both hold."""
     torch.manual_seed(0)

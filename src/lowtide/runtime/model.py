@@ -94,7 +94,7 @@ class Rematerialized(Planned):
         try:
             return super()._run(sample, inputs, state, tree)
         except NoGradientError as error:
-            _LOG.info("a call of %s runs without a plan: %s", type(self.model).__name__, error)
+            _LOG.info("a call of %s runs without a plan: %s", type(self.model).__name__, str(error))
             return self._run_as_it_is(sample.args, sample.kwargs)
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -172,7 +172,7 @@ class Rematerialized(Planned):
             _LOG.warning(
                 "calls of %s that wait together hand over sums of gradients, which may differ from eager's in their last bit: "
                 "their terms do not fit the budget (%s)",
-                type(self.model).__name__, error,
+                type(self.model).__name__, str(error),
             )  # fmt: skip
             self._waiting.leave_summed()
             self._leave_in_terms(False)

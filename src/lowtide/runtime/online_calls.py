@@ -130,9 +130,10 @@ def _tell() -> None:
 def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def told(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        for one in list(_inside):
-            one.backward_ended()
-        return result
+        try:
+            return function(*args, **kwargs)
+        finally:  # also of one that failed, which nobody waits for
+            for one in list(_inside):
+                one.backward_ended()
 
     return told

@@ -38,6 +38,7 @@ from lowtide.sharing.pass_budget import pass_bytes
 
 _LOG = logging.getLogger(__name__)
 _TRACED = (FakeTensor, FunctionalTensor)
+UNPLANNED = object()
 
 
 class Planned(Programs):
@@ -111,13 +112,17 @@ class Planned(Programs):
         as_part = any(isinstance(tensor, _TRACED) for tensor in inputs)  # of a larger model that is captured
         if as_part or not any(tensor.requires_grad for tensor in inputs):
             return self._run_as_it_is(args, kwargs)
-        return self._run(Sample(args, kwargs), inputs, state, tree)
+        result = self._run(Sample(args, kwargs), inputs, state, tree)
+        if result is not UNPLANNED:
+            return result
+        del inputs, state, tree  # what the call puts others in the place of is let go of
+        return self._run_unplanned(args, kwargs)
 
     def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
-        """A call with gradients, by its plan where there is one."""
+        """A call with gradients, by its plan; ``UNPLANNED`` where there is none."""
         entry = self._entry(sample, inputs, state, tree)
         if entry is None:
-            return self._run_unplanned(sample.args, sample.kwargs)
+            return UNPLANNED
         return self._run_planned(entry, sample, inputs, tree)
 
     @property
@@ -151,7 +156,7 @@ class Planned(Programs):
             return result
         other = self._otherwise(entry, number, sample, inputs)
         if other is None:
-            return self._run_unplanned(sample.args, sample.kwargs)
+            return UNPLANNED
         return self._run_planned(other, sample, inputs, tree)
 
     def _otherwise(self, entry: Entry, number: int, sample: Sample, inputs: list[torch.Tensor]) -> Entry | None:

@@ -334,7 +334,7 @@ class SharedBudget:
                 raise unmet from None
             if not nothing_planned or (self.steps > 1 and not self._said_over):
                 self._said_over = True
-                _LOG.warning("training goes on over its budget, as low as it can: %s", unmet)
+                _LOG.warning("training goes on over its budget, as low as it can: %s", str(unmet))
             if nothing_planned:
                 return
             self.granted_bytes = error.minimum_bytes

@@ -13,7 +13,7 @@ from torch import nn
 from lowtide.capture import Captured
 from lowtide.capture.copies import named_modules
 from lowtide.memory.allocators import allocated_bytes
-from lowtide.memory.collector import collect_young
+from lowtide.memory.collector import collect_young, collector_held
 from lowtide.pipeline import Finish, costs_from, fused
 from lowtide.planning import Plan
 from lowtide.program import Program
@@ -60,15 +60,15 @@ class SharingForward(Planned):
         collect_young()  # of what code between programs has left
         self.shared.count()
         before = allocated_bytes(self.shared.between.device) or 0
-        try:
-            return super()._make(key, sample, old, mask)
-        finally:
+        with collector_held():
+            made = super()._make(key, sample, old, mask)
             collect_young()  # which is neither kept nor memory of code between programs
-            kept = (allocated_bytes(self.shared.between.device) or 0) - before
-            if kept >= 0:
-                self.shared.between.set_aside(kept)
-            else:  # of older garbage, some has been collected
-                self.shared.count()
+        kept = (allocated_bytes(self.shared.between.device) or 0) - before
+        if kept >= 0:
+            self.shared.between.set_aside(kept)
+        else:  # of older garbage, some has been collected
+            self.shared.count()
+        return made
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
         program = finish(fused(captured.program, self.settings))
