@@ -65,8 +65,6 @@ def row_of(name: str, budget: int | str, steps: int) -> Row:
         if isinstance(budget, int):
             return Row(name, package, "refused", str(budget), message=error_text(error, _MESSAGE))
         return row_of(name, error.minimum_bytes * 101 // 100, steps)
-    except lowtide.OnlineBudgetError as error:  # of the operator at which it stops: a later one may need more
-        return row_of(name, error.needed_bytes * 101 // 100, steps)
     except lowtide.CaptureError as error:
         return Row(name, package, "refused", str(budget), message=error_text(error, _MESSAGE))
     except Exception as error:  # noqa: BLE001 (a failure is a result)

@@ -346,58 +346,19 @@ def test_what_would_hold_its_arguments_for_nothing_is_no_part() -> None:
 
 
 class _Layers(nn.Module):
-    """Decides between single operators, though it has a submodule."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = torch.tanh(layer(x)) if x.sum().item() < 1e30 else x
+            x = layer(x) if x.sum().item() < 1e30 else x
         return x.square().mean()
 
 
-@pytest.mark.parametrize("share", [60, 99])
-@pytest.mark.parametrize("in_bytes", [False, True])
-def test_what_nothing_can_be_planned_of_in_parts_runs_online(
-    share: int, in_bytes: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once a step has exceeded its budget: the first is spent on trying submodules, of the next a percentage is taken."""
-    plain, x = _Layers(), torch.randn(512, WIDTH)
-    model = copy.deepcopy(plain)
-
-    def step(model: nn.Module) -> int:
-        model.zero_grad()
-        return lowtide.measure(lambda: model(x).backward()).peak_bytes
-
-    peak = step(plain)
-    lowtide.rematerialize(model, (x,), budget=peak * share // 100 if in_bytes else f"{share}%")
-    try:
-        peaks = [step(model) for _ in range(5)]
-        pairs = zip(model.parameters(), plain.parameters(), strict=True)
-        assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
-    finally:
-        lowtide.restore(model)
-    assert 0.3 * peak < max(peaks[1 if in_bytes else 2 :]) <= peak * share // 100
-    assert "_Layers cannot be captured, so it runs under lowtide.online" in caplog.text
-
-
-def test_a_percentage_that_not_even_single_operators_meet() -> None:
-    model, x = _Layers(), torch.randn(512, WIDTH)
-    lowtide.rematerialize(model, (x,), budget="2%")
-    with pytest.raises(lowtide.OnlineBudgetError, match=r"budget of (at least )?\d+ bytes") as raised:
-        for _ in range(3):
-            model(x).backward()
-    assert raised.value.needed_bytes > raised.value.budget_bytes
-
-
-def test_steps_of_others_run_without_a_plan(caplog: pytest.LogCaptureFixture) -> None:
-    """Of an argument that was computed with gradients, the pass behind it is not the model's: the log says so."""
-    model, first, x = _Layers(), nn.Linear(WIDTH, WIDTH), torch.randn(32, WIDTH)
-    lowtide.rematerialize(model, (first(x),), budget="60%")
-    for _ in range(3):
-        model(first(x)).backward()
+def test_a_percentage_where_nothing_can_be_planned(caplog: pytest.LogCaptureFixture) -> None:
+    """Of what, nobody knows, since the backward pass is not seen: it runs as without a plan."""
+    _equal_steps(_Layers(), torch.randn(32, WIDTH), budget="5%")
     assert "_Layers runs without a plan, whatever the budget" in caplog.text
 
 
@@ -417,7 +378,7 @@ class _Averaging(nn.Module):
 
 def test_a_percentage_when_the_last_part_has_become_none() -> None:
     """Code between no parts held nothing."""
-    model = _equal_steps(_Averaging(), torch.randn(6, 3, 10, 10), steps=4, budget="90%")
+    model = _equal_steps(_Averaging(), torch.randn(6, 3, 10, 10), steps=4, budget="75%")
     assert model.forward.parts.outside() and not lowtide.plans(model)
 
 

@@ -46,7 +46,7 @@ from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, t
 from lowtide.runtime.programs.entry import Entry, Sample, Signature
 from lowtide.runtime.programs.kin import FamilyCall, Kin
 from lowtide.settings import Settings
-from lowtide.sharing import Member
+from lowtide.sharing import Constraint, Member
 
 _LOG = logging.getLogger(__name__)
 _MOST_NEW = 3  # programs in a row that are planned for calls none of which comes again
@@ -202,7 +202,7 @@ class Parts:
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self._calls = self._steps = 0
         self._paused = False
-        self._eager = EagerSteps(self.shared)
+        self._eager = EagerSteps()
         self.backward = BackwardCalls(self.shared, self._standing)
         self.device = device_of(model_state(model).tensors)
         self._has_any = can_run_in_parts(model)
@@ -266,16 +266,16 @@ class Parts:
         return self._has_any and self._steps > 0 and not (self._calls or self.shared.unlike or self.planned())
 
     def online_bytes(self, arguments: Any) -> int | None:
-        """The budget of the model, which is called with these ``arguments``, where nothing of it can be planned, its steps are
-        its own, and one exceeds it, whatever runs again. One in bytes holds from the first step on where there is no submodule
-        to try."""
-        if self._calls or (self._has_any and not self.are_none):
+        """The budget of the model, which is called with these ``arguments``, where there is no submodule to try, its steps are
+        its own, and one exceeds it. One in percent is of the largest step so far; one in bytes holds from the first on."""
+        if self._has_any or self._calls:
             return None
+        peak_bytes, at_once = self._eager.peak_bytes, not is_percentage(self.shared.settings.given)
         self._eager.given(arguments)
-        budget_bytes = self._eager.exceeded(not self._has_any and not is_percentage(self.shared.settings.given))
-        if budget_bytes is not None and self._has_any and self._run_more_again(self._eager.latest_bytes - budget_bytes):
+        if not self._eager.are_its_own or not (peak_bytes or at_once):
             return None
-        return budget_bytes
+        budget_bytes, _ = self.shared.budget_for([], [Constraint(peak_bytes, -1, False, ())])
+        return budget_bytes if peak_bytes > budget_bytes or at_once else None
 
     def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The model's own, inside of ``installed``."""
@@ -298,23 +298,20 @@ class Parts:
         self.backward.leave()
         self._steps += not self.shared.unlike  # to the one before, in which parts ran as they are
         known = self._steps == 1 + self._has_any  # whether anything of it can be planned, or held to the budget
-        if known and not (self.planned() or self._eager.are_its_own):
+        if known and not (self.planned() if self._has_any else self._eager.are_its_own):
             _LOG.warning(
                 "%s runs without a plan, whatever the budget: nothing of it can be planned. lowtide.online takes any program, "
                 "with all of a step inside: %s",
                 type(self.model).__name__, self.why,
             )  # fmt: skip
-        tries = self._has_any and self._steps == 1  # which takes memory of its own, so a percentage is of later steps
-        as_is = not (self.planned() or (tries and is_percentage(self.shared.settings.given)))
-        self._eager.begin(self.device if as_is else None)
+        if not self._has_any:
+            self._eager.begin(self.device)
         self._calls += 1
         try:
             with self.shared.call(self.device), caches_remembered(), self._standing():
                 yield
             self.watch.end()
-            planned = self.planned()
-            self.shared.postponed = self._steps == 1 and any(part.may_change for part in planned)
-            self.shared.postponed |= not planned and self._eager.are_its_own  # which tell of what is to be done
+            self.shared.postponed = self._steps == 1 and any(part.may_change for part in self.planned())
         finally:
             self._calls -= 1
 
