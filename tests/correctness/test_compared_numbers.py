@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lowtide
 from lowtide.capture import Known, capture
@@ -240,6 +242,45 @@ USED_OTHERWISE: dict[str, tuple[Any, ...]] = {
     "another one's place": (_of_both, {"step": int, "other": int}),
     "a share that goes on": (_annealed, {"step": int, "share": float}),
 }
+
+
+@pytest.mark.parametrize("compute", [_least, _scaled])
+def test_numbers_that_come_to_a_bound(compute: Compute, caplog: pytest.LogCaptureFixture) -> None:
+    """What is computed with takes a capture in each call, but not for ever: soon it is compared alone."""
+    with caplog.at_level(logging.INFO, logger="lowtide"):
+        plain, planned, model = _trained(compute, {"step": int}, _to_step)
+    assert planned == plain
+    assert _captures(caplog) <= 7
+    with lowtide.checked(every=1):
+        model(rows()).backward()
+
+
+class _Warmed(nn.Module):
+    """Its share grows until a step that is ``last``."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.step, self.last = 0, last
+        self.body = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().mean() * min(1.0, self.step / self.last)
+
+
+@pytest.mark.parametrize(("last", "stays_whole"), [(5, True), (1000, False)])
+def test_far_bounds_take_models_apart(last: int, stays_whole: bool) -> None:
+    torch.manual_seed(0)
+    plain = _Warmed(last)
+    planned, x = copy.deepcopy(plain), torch.randn(64, 16)
+    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    for step in range(9):
+        for model in (plain, planned):
+            model.step = step
+            model.zero_grad()
+            model(x).backward()
+        for one, two in zip(plain.parameters(), planned.parameters(), strict=True):
+            assert one.grad is not None and two.grad is not None and torch.equal(one.grad, two.grad)
+    assert (planned.forward.parts is None) == stays_whole
 
 
 @pytest.mark.parametrize("case", USED_OTHERWISE)

@@ -27,11 +27,11 @@ from lowtide.capture.python_state.effects.backward_effects import BackwardEffect
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder
 from lowtide.capture.python_state.guards import counters
-from lowtide.capture.python_state.guards.compared import ComparedNumber
+from lowtide.capture.python_state.guards.compared import ComparedNumber, Comparisons
 from lowtide.capture.python_state.guards.counters import Readers
 from lowtide.capture.python_state.guards.external_effects import hooks_kept
 from lowtide.capture.python_state.guards.guards import Guards
-from lowtide.capture.python_state.guards.reads import Read
+from lowtide.capture.python_state.guards.reads import Place, Read
 from lowtide.capture.python_state.paths import AttributePath, leaf, sharing
 from lowtide.capture.refusals import (
     capture_error,
@@ -75,6 +75,7 @@ class _Trace:
     effects: Effects
     questions: tuple[Any, ...]
     draws: RandomNumbers | None
+    bounds: Mapping[Place, Comparisons]
 
 
 def capture(
@@ -185,7 +186,9 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     traced.reads.forget(outside)
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)
-    return _Trace(module, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws)
+    return _Trace(
+        module, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws, known.bounds
+    )
 
 
 def _learned_of_numbers(known: Known, traced: TracedModel, *, failed: bool = False) -> Known | None:
@@ -195,7 +198,9 @@ def _learned_of_numbers(known: Known, traced: TracedModel, *, failed: bool = Fal
     if failed and not places:
         places = {one.read.place for one in traced.numbers}
     if places:
-        return replace(known, computed=known.computed | places)
+        of = {one.read.place: one.comparisons for one in traced.numbers if one.comparisons.answers}
+        bounds = {**known.bounds, **{place: of[place] for place in places & of.keys()}}
+        return replace(known, computed=known.computed | places, bounds=bounds)
     changing = {} if failed or known.effects is not None else traced.changing_numbers()
     numbers = {**changing, **known.numbers}
     return replace(known, numbers=numbers) if numbers.keys() != known.numbers.keys() else None
@@ -233,7 +238,7 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
     expected = tuple(trace.traced.expectations.answers)
     names = trace.traced.late.difference(map(leaf, (*run.changes.plain, *run.changes.tensors)))
     late = tuple(read for read in guards[0].reads if read.name in names)
-    conditions = Conditions(trace.questions, guards, trace.draws, followed, written, expected, late)
+    conditions = Conditions(trace.questions, guards, trace.draws, followed, written, expected, late, trace.bounds)
     left = settings, trace.traced.counted(), run.buffers
     return Captured(program, Contract(run.result, conditions, effects, *left, run.specs))
 

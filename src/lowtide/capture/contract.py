@@ -16,7 +16,7 @@ from lowtide.capture.python_state.effects.attribute_effects import ValueEffect
 from lowtide.capture.python_state.effects.buffer_effects import MadeBuffer
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs
 from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder
-from lowtide.capture.python_state.guards.compared import CountedNumber
+from lowtide.capture.python_state.guards.compared import Comparisons, CountedNumber
 from lowtide.capture.python_state.guards.guards import Guards
 from lowtide.capture.python_state.guards.reads import Place, Read
 from lowtide.capture.python_state.paths import AttributePath, value_at
@@ -33,7 +33,7 @@ class Conditions:
     """What a program depends on beside the layouts of its inputs: the answers to ``questions`` about their values, what the
     model is like, in one of several ways (``guards``), and what Python and NumPy draw. ``written``: flat inputs that it writes
     into, whose memory no other input may share. ``expected``: how checks of values go, which the program looks at itself.
-    ``late``: what code reads in the backward pass, which must be the same when that comes."""
+    ``late``: what code reads in the backward pass, which must be the same when that comes. ``bounds``: as of ``Known``."""
 
     questions: tuple[Any, ...] = ()
     guards: tuple[Guards, ...] = (Guards(),)
@@ -42,6 +42,7 @@ class Conditions:
     written: frozenset[int] = frozenset()
     expected: tuple[bool, ...] = ()
     late: tuple[Read, ...] = ()
+    bounds: Mapping[Place, Comparisons] = field(default_factory=dict)
 
     def hold(self, modules: Sequence[nn.Module], inputs: list[torch.Tensor], memo: dict[int, Any]) -> bool:
         """Whether a call now has this program. ``modules``: all of the model's, itself first; ``inputs``: flat, without those

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -10,9 +10,11 @@ from torch import nn
 from lowtide.capture.contract import Captured, Conditions
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs
 from lowtide.capture.python_state.effects.random_numbers import RandomRecorder
+from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.reads import Place, Read
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.rehearsal import Effects
+from lowtide.objects.walk import current
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,9 @@ class Known:
     inputs of the program instead of constants, more of which may be found; or just those of another program, in their order.
     ``recorder``: in which state the generators of Python and NumPy are; by default, in that of now. ``changed_backward``: what
     was another in the end of a backward pass, by the pass itself or by another thread: the pass would do it again. ``numbers``
-    that were read and seen to change: how they compare is found out; ``computed``: those that the call does more with.
+    that were read and seen to change: how they compare is found out; ``computed``: those that the call does more with, and how
+    it compares these first, if it does (``bounds``): where they compare otherwise, it may do no more than that, which is
+    ``tried`` once.
     ``expected``: how the first checks of values go (``trace.expected``); with ``None`` there are to be none.
     """
 
@@ -33,6 +37,8 @@ class Known:
     changed_backward: frozenset[str] = frozenset()
     numbers: Mapping[Place, Read] = field(default_factory=dict)
     computed: frozenset[Place] = frozenset()
+    bounds: Mapping[Place, Comparisons] = field(default_factory=dict)
+    tried: frozenset[Place] = frozenset()
     expected: tuple[bool, ...] | None = ()
 
     @staticmethod
@@ -53,12 +59,23 @@ class Known:
     def with_changes(self, conditions: Conditions, model: nn.Module) -> Known:
         """For another call, where these conditions do not hold any more: what has changed is likely to change again."""
         numbers = {**self.numbers, **conditions.other_numbers(model)}
-        return replace(self, follow=self.attributes | conditions.other_tensors(model), numbers=numbers)
+        met = (self.bounds.keys() & numbers.keys()) - self.tried
+        passed = {place for place in met if not self.bounds[place].hold(current(*numbers[place][:3]))}
+        left = replace(self, computed=self.computed - passed, tried=self.tried | passed)
+        return replace(left, follow=self.attributes | conditions.other_tensors(model), numbers=numbers)
+
+    def comes_to_bounds(self, places: Iterable[Place], calls: int) -> bool:
+        """Whether all of these numbers, should they go on as from the last call to this one, will compare otherwise within so
+        many ``calls``."""
+        bounds = {place: bound for place, bound in self.bounds.items() if place not in self.tried}
+        return all(place in bounds and bounds[place].turns(self.numbers[place], calls) for place in places)
 
     def after(self, captured: Captured) -> Known:
         """What is still worth knowing when a call has been ``captured`` with it."""
-        compared = captured.contract.conditions.compared()
-        return replace(self, computed=self.computed | self.numbers.keys() - compared.keys(), numbers=compared)
+        conditions = captured.contract.conditions
+        compared, bounds = conditions.compared(), {**self.bounds, **conditions.bounds}
+        computed = self.computed | self.numbers.keys() - compared.keys()
+        return replace(self, computed=computed, bounds=bounds, numbers=compared)
 
     @property
     def attributes(self) -> frozenset[AttributePath]:

@@ -66,7 +66,7 @@ class Recaptures:
         drawn = conditions.draws is not None and not conditions.draws.come_again
         if conditions.counts(model, inputs):
             self._counting.add(key)
-        few = computed or drawn or key in self._counting
+        few = drawn or key in self._counting or not self.known.comes_to_bounds(computed, _MOST_CAPTURES - times)
         most, each = _FEW_CAPTURES if few else _MOST_CAPTURES, 1
         if drawn and conditions.draws is not None and conditions.draws.numbers is not None:
             many = len(conditions.draws.numbers) >= _MANY_DRAWS

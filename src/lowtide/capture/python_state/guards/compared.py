@@ -63,6 +63,14 @@ class Comparisons:
         except (ArithmeticError, TypeError):  # where eager comes to another answer first, or raises it
             return False
 
+    def turns(self, read: Read, calls: int) -> bool:
+        """Whether the number compares otherwise within so many ``calls``, each of which adds as much as the last one did to the
+        value that was read before."""
+        now = current(*read[:3])
+        if type(now) is not self.kind or type(read.value) is not self.kind:
+            return False
+        return not all(self.hold(now + call * (now - read.value)) for call in range(calls + 1))
+
     def stand_in(self, value: Any, operations: tuple[_Operation, ...] = ()) -> StandIn:
         """For ``value``, which the number has become by these operations."""
         made = StandIn(value, self, operations)
