@@ -92,7 +92,8 @@ def sent_and_received() -> Iterator[list[Moved]]:
 
     def noting(name: str, original: Callable[..., Any], partner: str) -> Callable[..., Any]:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if tensor.is_floating_point():  # not what tells its sizes beforehand
+            # Not what tells its sizes beforehand, nor the number that a pipeline sets up its connections with.
+            if tensor.is_floating_point() and tensor.numel() > 1:
                 group = kwargs.get("group") or dist.group.WORLD
                 found.append((name, dist.get_global_rank(group, kwargs[partner]), tuple(tensor.shape)))
             return original(tensor, *args, **kwargs)
