@@ -46,15 +46,6 @@ def test_another_step_is_worked_out_again(passes: list[ForwardPass], gap: int) -
     assert [one.entry for one in record.passes] == [one.entry for one in passes]
 
 
-def test_a_pass_that_waits_on_and_gets_another_entry_is_worked_out_again() -> None:
-    waiting = _pass(0)
-    record = _merged(StepRecord(), [waiting])
-    record.over = (7, 1000)
-    waiting.entry = object()
-    assert _merged(record, [waiting]).over is None
-    assert record.passes[0].entry is waiting.entry
-
-
 def test_what_may_run_besides_is_worked_out_again() -> None:
     record = _merged(StepRecord(), [_pass(0)])
     record.over = (7, 1000)

@@ -39,7 +39,7 @@ class StepRecord:
         for one in ran:
             known = places.get(one.key)
             if known is None:
-                self.passes.insert(place, dataclasses.replace(one))  # it may get another entry while it waits
+                self.passes.insert(place, one)
                 places = {other.key: number for number, other in enumerate(self.passes)}
             else:
                 place = known
