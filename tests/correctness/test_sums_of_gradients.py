@@ -122,6 +122,23 @@ def test_calls_by_turns_and_together() -> None:
     _equal_steps(plain, model, loss, steps=4)
 
 
+@pytest.mark.parametrize("order", [(True, False), (False, True), (True, False, True)])
+def test_calls_in_evaluation_mode_beside(order: tuple[bool, ...]) -> None:
+    """They run as they are, and their gradients are added in between, as where a teacher is the student in another mode."""
+    torch.manual_seed(0)
+    plain = _Tied()
+    model = lowtide.rematerialize(copy.deepcopy(plain), budget="85%", planner="greedy")
+
+    def loss(one: nn.Module, seed: int) -> torch.Tensor:
+        total: Any = 0
+        for number, training in enumerate(order):
+            one.train(training)
+            total = total + one(_ids(10 * seed + number)).log_softmax(-1).square().mean()
+        return torch.as_tensor(total)
+
+    _equal_steps(plain, model, loss)
+
+
 class _Scaled(_Tied):
     """Every call computes with what the one before has left in a buffer."""
 

@@ -89,8 +89,7 @@ class Rematerialized(Planned):
         watched = self._root is None and self.optimizer is None
         if watched and self.differentiated.may_be(inputs, sys._getframe(1)):
             return self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
-        if self._may_split() and self._waiting.supersede():
-            self._leave_in_terms(True)
+        self._split_waiting()
         try:
             return super()._run(sample, inputs, state, tree)
         except NoGradientError as error:
@@ -113,6 +112,16 @@ class Rematerialized(Planned):
         pass of its own."""
         plain = self.optimizer is None and self._root is None and self.settings.compiler == "eager"
         return plain and not self.in_terms and not self._waiting.summed and self.settings.in_flight == 1
+
+    def _run_as_it_is(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            self._split_waiting()
+        return super()._run_as_it_is(args, kwargs)
+
+    def _split_waiting(self) -> None:
+        """Another call begins, whose gradients come before those of calls that wait: these are to hand over terms."""
+        if self._may_split() and self._waiting.supersede():
+            self._leave_in_terms(True)
 
     def _leave_in_terms(self, in_terms: bool) -> None:
         self.in_terms = in_terms
