@@ -558,11 +558,28 @@ class _Strict:
         return super().__getattribute__(name)
 
 
-def test_configurations_may_refuse_to_answer() -> None:
-    def note(model: Any, block: nn.Module, x: torch.Tensor, h: torch.Tensor) -> None:
-        assert model.config.width == WIDTH
+class _Uncounted(list):  # type: ignore[type-arg]
+    """Refuses to tell how long it is, and what is in it, as the representations of ``e3nn`` do."""
 
-    plain, planned = (make(lambda: _Noting(note, config=_Strict())) for _ in range(2))
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __contains__(self, item: object) -> bool:
+        raise NotImplementedError
+
+
+class _UncountedTuple(tuple):  # type: ignore[type-arg]
+    __len__, __contains__ = _Uncounted.__len__, _Uncounted.__contains__
+
+
+@pytest.mark.parametrize(
+    "config", [_Strict(), _Uncounted([WIDTH]), _UncountedTuple([WIDTH])], ids=["object", "list", "tuple"]
+)
+def test_configurations_may_refuse_to_answer(config: Any) -> None:
+    def note(model: Any, block: nn.Module, x: torch.Tensor, h: torch.Tensor) -> None:
+        assert (config.width if isinstance(config, _Strict) else next(iter(model.config))) == WIDTH
+
+    plain, planned = (make(lambda: _Noting(note, config=config)) for _ in range(2))
     lowtide.rematerialize(planned, (_input(0),), budget="70%", planner="greedy")
     for expected, found in zip(_trained(plain), _trained(planned), strict=True):
         assert all(map(torch.equal, expected, found))

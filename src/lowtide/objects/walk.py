@@ -284,7 +284,7 @@ def parts_of(value: Any) -> Iterator[Any]:
 
 def items(container: Any) -> list[Any]:
     """What is in it; of a dict, keys and values."""
-    return [*container.keys(), *container.values()] if isinstance(container, dict) else list(container)
+    return [*container.keys(), *container.values()] if isinstance(container, dict) else [*iter(container)]
 
 
 def refill(container: Any, others: Any) -> None:

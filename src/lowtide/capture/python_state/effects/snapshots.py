@@ -20,7 +20,7 @@ from lowtide.capture.python_state.paths import (
     set_at,
     with_owners,
 )
-from lowtide.objects.walk import ABSENT, CONTAINERS, MUTABLE, fields, is_open, refill
+from lowtide.objects.walk import ABSENT, CONTAINERS, MUTABLE, content, fields, is_open, refill
 
 
 class _Holder(NamedTuple):
@@ -42,7 +42,7 @@ def _held(owner: Any) -> list[Any]:
     elif isinstance(owner, dict):
         own = owner
     elif isinstance(owner, CONTAINERS):
-        return [*owner]
+        return [*(content(owner) or ())]
     elif isinstance(owner, HOLDING):  # which cannot be written
         return []
     else:
