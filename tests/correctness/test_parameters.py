@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import lowtide
-from tests.support.networks import WithLoss, generator, perceptron, rows
+from tests.support.networks import WIDTH, WithLoss, generator, perceptron, rows
 from tests.support.training import compare_training, make
 
 
@@ -161,26 +162,62 @@ def test_a_module_that_is_moved_elsewhere() -> None:
 
 
 class _TrainedBuffer(nn.Module):
-    def __init__(self) -> None:
+    """Its forward pass has a buffer require a gradient, and a parameter none: ``early``, before it reads them."""
+
+    def __init__(self, early: bool = True) -> None:
         super().__init__()
-        self.layer = perceptron(2)
+        self.early = early
+        self.layer, self.teacher = perceptron(2), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.layer(x) * self.scale.requires_grad_()).square().mean()
+        x = x if self.early else x * self.scale
+        x = self.layer(x) * self.scale.requires_grad_()
+        self.teacher.weight.requires_grad = False
+        return (x - self.teacher(x)).square().mean()
 
 
-def test_a_buffer_that_the_first_call_has_require_a_gradient() -> None:
-    plain, model = (make(_TrainedBuffer) for _ in range(2))
+class _BesideItems(_TrainedBuffer):
+    """What it reads is none of a graph, so it runs in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _TrainedBuffer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.inner(x)
+        return loss + self.inner(x) if loss.item() > -1 else loss
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("kind", [_TrainedBuffer, _BesideItems])
+def test_what_the_first_call_has_require_a_gradient(kind: Callable[[], nn.Module], prepared: bool) -> None:
+    """From that call on, not from when it is planned for."""
+    plain, model = (make(kind) for _ in range(2))
+    wanted = [tensor.requires_grad for tensor in (*plain.parameters(), *plain.buffers())]
     x = rows()(0)[0][0]
-    with pytest.raises(lowtide.CaptureError, match="done once the model was called"):
-        lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
-    assert not model.scale.requires_grad
-    for one in (plain, model):
-        one(x)
-    lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
-    for _ in range(2):
+    lowtide.rematerialize(model, *[(x,)] * prepared, budget="100%")
+    assert [tensor.requires_grad for tensor in (*model.parameters(), *model.buffers())] == wanted
+    for _ in range(3):
         for one in (plain, model):
             one(x).backward()
-    for theirs, ours in ((plain.scale, model.scale), *zip(plain.parameters(), model.parameters(), strict=True)):
-        assert torch.equal(theirs.grad, ours.grad)  # type: ignore[arg-type]
+        for theirs, ours in zip(
+            (*plain.parameters(), *plain.buffers()), (*model.parameters(), *model.buffers()), strict=True
+        ):
+            assert theirs.requires_grad == ours.requires_grad
+            assert (theirs.grad is None) == (ours.grad is None)
+            assert theirs.grad is None or torch.equal(theirs.grad, ours.grad)
+    (plan, *_) = lowtide.plans(model)
+    assert plan.peak_bytes > 0
+
+
+def test_a_buffer_that_is_read_before_it_requires_a_gradient() -> None:
+    model = make(lambda: _TrainedBuffer(early=False))
+    x = rows()(0)[0][0]
+    with pytest.raises(lowtide.CaptureError, match="read before"):
+        lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
+    assert not model.scale.requires_grad
+    model(x)
+    lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
+    model(x).backward()
+    assert model.scale.grad is not None

@@ -30,6 +30,13 @@ from lowtide.program.source import user_source
 _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _VALUES = (torch.Tensor.tolist, *_ARRAYS, *_TEXTS)
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_REQUIRING = (torch.Tensor.requires_grad_, _REQUIRES_GRAD.__set__)
+_DESCRIBING = (
+    _REQUIRES_GRAD.__get__,
+    IS_LEAF,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device")),
+)
 
 
 def compiled_operators_refused() -> contextlib.AbstractContextManager[None]:
@@ -49,7 +56,8 @@ def compiled_operators_refused() -> contextlib.AbstractContextManager[None]:
 class TensorCalls(torch.overrides.TorchFunctionMode):
     """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
     whose values become numbers of Python's, and which tensors have no gradient. ``state``: what must not be given other data,
-    for the ``registered`` tensors; its gradients, and those of ``others``, are the user's."""
+    for the ``registered`` tensors; its gradients, and those of ``others``, are the user's. ``early``: numbers of those that
+    are to require a gradient, or none any more, before anything has read them: here they do not yet."""
 
     def __init__(
         self,
@@ -65,12 +73,16 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
         self.period = period
         self.reads = reads
         self.replaced = replaced_methods()
+        self.early = set[int]()
+        self._unread = {id(tensor): number for number, tensor in enumerate(state)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if id(func) in self.replaced:
             with torch._C.DisableTorchFunction():
                 return self.replaced[id(func)](*args, **(kwargs or {}))
         func = below(func, sys._getframe(1))
+        if self._requires(func, args, kwargs or {}):
+            return args[0] if func is torch.Tensor.requires_grad_ else None
         note(source=user_source(), casts=self.period(func, args, kwargs))
         if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
             self.reads.note("version", args[0], "", args[0]._version, "the values of a constant tensor")
@@ -105,6 +117,23 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
         made = _stacked(func, args, kwargs or {})
         made = with_value_gradient(func, args, kwargs or {}) if made is None else made
         return of_packed(func)(*args, **(kwargs or {})) if made is None else made
+
+    def _requires(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call has a tensor that nothing has read require a gradient otherwise than it does. Other calls read."""
+        if func in _REQUIRING:
+            number, wanted = (
+                self._unread.get(id(args[0])),
+                args[1] if len(args) > 1 else kwargs.get("requires_grad", True),
+            )
+            if number is None or wanted == args[0].requires_grad:
+                return False
+            self.early.add(number)
+            return True
+        if func not in _DESCRIBING:
+            for one in (*args, *kwargs.values()):
+                for each in one if isinstance(one, (list, tuple)) else (one,):
+                    self._unread.pop(id(each), None)
+        return False
 
     def _has_none(self, tensor: torch.Tensor) -> bool:
         """Whether it stands for a parameter or a buffer that has no gradient, which is noted."""

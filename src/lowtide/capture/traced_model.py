@@ -210,7 +210,7 @@ class TracedModel:
             observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
             sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
             self.call.classes.copied({key: own for key, (own, _) in copies.items()} | sources)
-            result, reached = self._forward(model, args, kwargs, (state, given), observer)
+            result, reached, early = self._forward(model, args, kwargs, (state, given), observer)
         given_objects = {
             id(one): one for one in reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
         }
@@ -218,7 +218,7 @@ class TracedModel:
         twice.refuse_writes(seen, copies, sources, observer.written, self.latest_reads.contents)
         twice.refuse_told_apart(seen, copies, sources, self.latest_reads, given_objects, observer.compares)
         extra = new_buffers(model, names, state)
-        refuse_required(tensors, wanting)
+        refuse_required(tensors, wanting, self.call.state.registered, early)
         changes = attribute_effects.changes(model, before)
         paths = {id(module): path for path, module in model.named_modules()}
         written = sorted((paths[key], name) for key, name in observer.written - standing.counted if key in paths)
@@ -264,8 +264,9 @@ class TracedModel:
         kwargs: Mapping[str, Any],
         tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         observer: Observer,
-    ) -> tuple[Any, ExternalEffects]:
-        """What the model returns, and what it can write outside of itself. What it left there is refused, or undone."""
+    ) -> tuple[Any, ExternalEffects, set[int]]:
+        """What the model returns, what it can write outside of itself, and ``TensorCalls.early``. What it left outside is
+        refused, or undone."""
         constant = _constant if self._reached is None else None
         # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
@@ -282,7 +283,7 @@ class TracedModel:
             no_hooks,
             unwrapped(self.call.model),
             periods_of_casts(self._keep_casts) as period,
-            TensorCalls(self.call.state.registered, *tensors, period, self.latest_reads),
+            TensorCalls(self.call.state.registered, *tensors, period, self.latest_reads) as calls,
             RefuseWrites(),  # type: ignore[no-untyped-call]
             origins_announced(model, self._call),
         ):
@@ -298,7 +299,7 @@ class TracedModel:
         if reached.lost:
             self._reached.undo()
             reached.refuse()
-        return result, reached
+        return result, reached, calls.early
 
 
 def _constant(traced: torch.Tensor) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from torch import nn
 from lowtide.budget import parse_budget
 from lowtide.capture import Captured
 from lowtide.capture.copies import State
+from lowtide.capture.trace.writes import GradientRequiredError
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError, NoGradientError, PlanError
 from lowtide.memory.arena import Arena
 from lowtide.pipeline import Finish
@@ -187,7 +188,9 @@ class Rematerialized(Planned):
             self._leave_in_terms(False)
             return self._new_entry(key, sample, inputs, expected)
         except CaptureError as error:
-            if self.settings.on_capture_error == "error":
+            if self.settings.on_capture_error == "error" or (
+                isinstance(error, GradientRequiredError) and error.tensors
+            ):
                 raise
             if self.settings.on_capture_error == "online":
                 assert self.settings.budget is not None

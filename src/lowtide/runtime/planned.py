@@ -19,6 +19,7 @@ from lowtide.capture import Known
 from lowtide.capture.copies import State
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.trace.patches import replaced
+from lowtide.capture.trace.writes import GradientRequiredError
 from lowtide.cost.room import measured_within
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import CaptureError, ExecutionError
@@ -207,6 +208,22 @@ class Planned(Programs):
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where there is to be none."""
+        try:
+            return self._found(sample, inputs, state, tree)
+        except GradientRequiredError as error:
+            if not error.tensors:
+                raise
+            required = error.tensors
+        entry = None
+        try:
+            _require_otherwise(required)
+            entry = self._entry(sample, inputs, state, tree)
+        finally:
+            if entry is None or self._prepares:
+                _require_otherwise(required)
+        return entry
+
+    def _found(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
         modules = state.modules
         key = signature(modules, inputs, state.names, tree)
         if self.optimizer is not None:
@@ -253,3 +270,9 @@ class Planned(Programs):
     def __code__(self) -> Any:
         """Of the model's own forward: torch.export reads its arguments' names there."""
         return self.original_forward.__code__
+
+
+def _require_otherwise(tensors: Sequence[torch.Tensor]) -> None:
+    """Have those require a gradient that do not, and the other way round."""
+    for tensor in tensors:
+        tensor.requires_grad_(not tensor.requires_grad)

@@ -7,7 +7,7 @@ operators compute their gradients with what was written last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -87,14 +87,27 @@ def refuse_gradients(func: Any, args: Sequence[Any], given: Sequence[torch.Tenso
         )
 
 
-def refuse_required(given: Sequence[torch.Tensor], before: Sequence[bool]) -> None:
-    """Raises ``CaptureError`` where other tensors require a gradient than ``before``."""
-    if [tensor.requires_grad for tensor in given] != [*before]:
-        raise CaptureError(
-            "the forward pass calls requires_grad_() on an argument, a parameter or a buffer, which planned calls would not "
-            "do. Call it before the forward pass (of a buffer, that is done once the model was called), or run the model "
-            "under lowtide.online."
-        )
+class GradientRequiredError(CaptureError):
+    """The forward pass has some of the model's own ``tensors`` require a gradient, or none any more, before it reads them: it
+    is one program where they do so already when it begins."""
+
+    tensors: tuple[torch.Tensor, ...] = ()
+
+
+def refuse_required(
+    given: Sequence[torch.Tensor], before: Sequence[bool], registered: Sequence[torch.Tensor], early: Collection[int]
+) -> None:
+    """Raises ``CaptureError`` where tensors come to require a gradient, or none any more: a ``GradientRequiredError`` where
+    these are the model's, those with the numbers ``early`` of the ``registered``. Others differ from ``before``."""
+    others = [tensor.requires_grad for tensor in given] != [*before]
+    if not early and not others:
+        return
+    error = GradientRequiredError(
+        "the forward pass calls requires_grad_() on an argument, or on a parameter or a buffer that it has read before, which "
+        "planned calls would not do. Call it before the forward pass, or run the model under lowtide.online."
+    )
+    error.tensors = () if others else tuple(registered[number] for number in sorted(early))
+    raise error
 
 
 def refuse_seen(given: torch.Tensor, history: Any) -> None:
