@@ -96,9 +96,11 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
     return bool(((one == two) | ((one != one) & (two != two))).all())
 
 
-def _trained(check: Check, factors: list[float], rows: tuple[int, ...] = (64,)) -> tuple[nn.Module, int]:
+def _trained(
+    check: Check, factors: list[float], rows: tuple[int, ...] = (64,), *, apart: bool = False
+) -> tuple[nn.Module, int]:
     """A planned model after steps on inputs that are multiplied by ``factors``, with these numbers of rows in turn, each equal
-    to eager's to the bit; and how many programs it has."""
+    to eager's to the bit; and how many programs it has. ``apart``: whether calls have run in parts."""
     torch.manual_seed(0)
     plain = _Checking(check, counts=len(rows) == 1)  # calls that leave something behind are captured for each shape
     model = copy.deepcopy(plain)
@@ -121,7 +123,7 @@ def _trained(check: Check, factors: list[float], rows: tuple[int, ...] = (64,)) 
     assert plain.calls == model.calls == len(factors) * (len(rows) == 1)
     runtime = runtime_of(model)
     assert runtime is not None
-    assert runtime.parts is None
+    assert (runtime.parts is not None) == apart
     return model, sum(map(len, runtime.entries.values()))
 
 
@@ -188,6 +190,72 @@ def test_a_check_that_goes_every_way_is_none() -> None:
         for number in range(12):
             torch.manual_seed(number)
             strict(torch.randn(64, WIDTH)).backward()
+
+
+def _counted(x: torch.Tensor) -> torch.Tensor:
+    """What is done for large values depends on how many there are, which no program can know."""
+    large = x.detach().abs() > 50
+    return x / int(large.sum()) if large.any() else x
+
+
+def test_calls_that_go_where_no_program_can_run_apart_alone() -> None:
+    """All others keep the program."""
+    model, programs = _trained(_counted, [1.0, 1e4, 1.0, 1.0, 1e4, 1.0], apart=True)
+    runtime = runtime_of(model)
+    assert runtime is not None
+    assert (programs, runtime.ran) == (1, 4)
+
+
+class _Prepared(_Checking):
+    """Initialized from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__(_large, counts=False)
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self.scale.copy_(x.std())
+            self.ready.fill_(True)
+        return super().forward(x / self.scale)
+
+
+class _Outer(nn.Module):
+    """Runs in parts."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(x)
+        return loss * 2 if float(loss.detach()) > 0 else loss
+
+
+@pytest.mark.parametrize("inner", [lambda: _Checking(_counted), _Prepared], ids=["counted", "prepared"])
+def test_calls_of_a_part_that_go_where_no_program_can(inner: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = _Outer(inner())
+    model = copy.deepcopy(plain)
+    lowtide.rematerialize(model, budget="80%")
+    for number, factor in enumerate([1.0, 1e4, 1.0, 1e4, 1.0]):
+        found = []
+        for each in (plain, model):
+            torch.manual_seed(number)
+            each.zero_grad()
+            each(factor * torch.randn(64, WIDTH)).backward()
+            found.append([*(p.grad for p in each.parameters()), *each.buffers(), torch.get_rng_state()])
+        assert all(map(torch.equal, *found))
+    runtime = runtime_of(model)
+    assert runtime is not None
+    assert runtime.parts is not None
+    assert "inner" in [part.name for part in runtime.parts.planned()]
+
+
+def test_calls_that_mostly_go_where_no_program_can_run_in_parts() -> None:
+    _, programs = _trained(_counted, [1.0] * 2 + [1e4] * 17 + [1.0], apart=True)
+    assert programs == 0
 
 
 def test_a_failing_check_is_the_models_own_error() -> None:

@@ -113,6 +113,11 @@ class Conditions:
             question.known.positions() & self.written for question, _ in self._other_answers(given)
         )
 
+    @property
+    def turn(self) -> bool:
+        """Whether a truth value that was asked for is one that the program writes: that it has been initialized, say."""
+        return any(isinstance(one.answer, bool) and one.known.positions() & self.written for one in self.questions)
+
     def _other_answers(self, given: Sequence[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
         """The questions that have another answer now, and that."""
         memo: dict[int, Any] = {}

@@ -158,7 +158,7 @@ class Rematerialized(Planned):
                 self._apart.clear()
                 self._leave_online()
             raise
-        self._runs_in_parts = True
+        self._runs_in_parts = bool(self._apart)  # not where it was one call alone
         return result
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
@@ -188,22 +188,27 @@ class Rematerialized(Planned):
             self._leave_in_terms(False)
             return self._new_entry(key, sample, inputs, expected)
         except CaptureError as error:
-            if self.settings.on_capture_error == "error" or (
-                isinstance(error, GradientRequiredError) and error.tensors
-            ):
+            if expected is not None or (isinstance(error, GradientRequiredError) and error.tensors):
                 raise
-            if self.settings.on_capture_error == "online":
-                assert self.settings.budget is not None
-                self._go_online(str(error), parse_budget(self.settings.budget, None), device_of_inputs(inputs))
-            else:
-                self._keep_gradients("the model runs in parts")
-                self.parts = self.parts or Parts(self.model, self.settings, error)
-                self._was_whole = self.parts.shared.must_fit = isinstance(error, ManyProgramsError)
-                self.parts.shared.granted_bytes = max(self.parts.shared.granted_bytes, self._granted())
-                self._apart.add(key)
-                self._forget(key)
-                self._leave_arena()
+            self._run_apart(key, inputs, error, always=True)
             return None
+
+    def _run_apart(self, key: Signature, inputs: list[torch.Tensor], error: CaptureError, always: bool) -> None:
+        """In parts, or under ``lowtide.online``."""
+        if self.settings.on_capture_error == "error":
+            raise error
+        if self.settings.on_capture_error == "online":
+            assert self.settings.budget is not None
+            self._go_online(str(error), parse_budget(self.settings.budget, None), device_of_inputs(inputs))
+            return
+        self._keep_gradients("the model runs in parts")
+        self.parts = self.parts or Parts(self.model, self.settings, error)
+        self._was_whole = self.parts.shared.must_fit = isinstance(error, ManyProgramsError)
+        self.parts.shared.granted_bytes = max(self.parts.shared.granted_bytes, self._granted())
+        self._leave_arena()
+        if always:
+            self._apart.add(key)
+            self._forget(key)
 
     def _arena(self, program: Program) -> Arena | None:
         return super()._arena(program) if self.parts is None else None

@@ -22,7 +22,7 @@ from lowtide.capture.trace.patches import replaced
 from lowtide.capture.trace.writes import GradientRequiredError
 from lowtide.cost.room import measured_within
 from lowtide.dynamic.context import is_inside
-from lowtide.errors import CaptureError, ExecutionError
+from lowtide.errors import CaptureError, ExecutionError, NoGradientError
 from lowtide.lower import Lowered
 from lowtide.objects import structure
 from lowtide.program import Program
@@ -33,6 +33,7 @@ from lowtide.runtime.calls.step import run
 from lowtide.runtime.checked import is_due, require_same
 from lowtide.runtime.programs.entry import Entry, Sample, Signature, signature
 from lowtide.runtime.programs.programs import Programs
+from lowtide.runtime.programs.unusual import UnusualCalls
 from lowtide.runtime.transforms import is_transformed
 from lowtide.settings import Settings
 from lowtide.sharing.pass_budget import pass_bytes
@@ -58,6 +59,8 @@ class Planned(Programs):
         self.had_instance_forward = had_instance_forward
         functools.update_wrapper(self, original_forward, updated=())
         self.ran = 0  # calls that ran by a plan
+        self.unusual = UnusualCalls()
+        self.is_unusual = False  # while a program is made for one of them
         self._said_transformed = self._said_copied = False
         self._prepares = False  # outside of a step, where no budget limits what is measured
 
@@ -150,6 +153,7 @@ class Planned(Programs):
         except UnexpectedValueError as error:
             number = error.number
         else:
+            self.ran += 1
             if draws is not None:
                 draws.take()
             tensors = [result.form(outputs, flat) for result in entry.program.results]
@@ -166,10 +170,35 @@ class Planned(Programs):
         wanted = (*expected[:number], not expected[number])
         found = next((one for one in self.entries.get(entry.key, ()) if one.goes(wanted, modules, inputs)), None)
         if found is None:
-            found = self._new_entry(entry.key, sample, inputs, wanted)
+            found = self._unusual(entry.key, sample, inputs, wanted)
         if found is not None and found in self.entries.get(entry.key, ()):
             self.entries[entry.key].sort(key=lambda one: one is not found)
         return found
+
+    def _unusual(
+        self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: tuple[bool, ...]
+    ) -> Entry | None:
+        """A new program for a call whose first checks of values go like this; ``None`` where it has run apart."""
+        why = self.unusual.why(key, expected)
+        if not why:
+            try:
+                with replaced(self, "is_unusual", True):
+                    return self._new_entry(key, sample, inputs, expected)
+            except NoGradientError:
+                raise
+            except CaptureError as error:
+                why = str(error)
+                self.unusual.note(key, expected, why)
+        usual = self.unusual.are_usual(key, sum(entry.calls for entry in self.entries.get(key, ())))
+        self._run_apart(
+            key, inputs, CaptureError(f"where a value that it checks is not as it usually is: {why}"), usual
+        )
+        return None
+
+    def _run_apart(self, key: Signature, inputs: list[torch.Tensor], error: CaptureError, always: bool) -> None:
+        """A call with this signature cannot be captured: have it run otherwise, and whether calls like it ``always`` do. Raises
+        the error where nothing is known that does."""
+        raise error
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Plan for calls like this one now."""
@@ -191,7 +220,7 @@ class Planned(Programs):
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward outputs of the planned program."""
-        self.latest, self.ran = entry, self.ran + 1
+        self.latest = entry
 
         def for_mask(mask: GradientMask, keeps: bool, held: bool, given: Sequence[torch.Tensor]) -> Lowered:
             if held:

@@ -42,9 +42,10 @@ from lowtide.runtime.parts.recomputed import Recomputation
 from lowtide.runtime.parts.shared import SharedBudget
 from lowtide.runtime.parts.sharing_forward import SharingForward, device_of
 from lowtide.runtime.parts.step_record import StepRecord
-from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, tried_in
+from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, saves_otherwise, tried_in
 from lowtide.runtime.programs.entry import Entry, Sample, Signature
 from lowtide.runtime.programs.kin import FamilyCall, Kin
+from lowtide.runtime.programs.unusual import UnusualCallError
 from lowtide.settings import Settings
 from lowtide.sharing import Constraint, Member
 
@@ -75,7 +76,7 @@ class Part(SharingForward):
         if not torch.is_grad_enabled():
             self.parts.backward.hidden = True
             return self.original_forward(*args, **kwargs)
-        if not self.parts.running or _saves_otherwise():
+        if not self.parts.running or saves_otherwise():
             return self.original_forward(*args, **kwargs)
         nested = self.parts.backward.are_under_way
         self.parts.backward.found |= nested
@@ -85,6 +86,8 @@ class Part(SharingForward):
                     return super().call(*args, **kwargs)
                 except NoGradientError:
                     self.outside = ""
+                except UnusualCallError as error:
+                    _LOG.info("a call of %s runs as it is, its submodules as parts: %s", self.name, str(error))
                 except CaptureError as error:
                     self.outside = str(error)  # alone: its traceback holds tensors, and who keeps a log may keep it
                     self._leave()
@@ -99,6 +102,9 @@ class Part(SharingForward):
         alone = self.parts.paused() if self.keeps_nothing else contextlib.nullcontext()
         with self.parts.watch.call(self.name, (args, kwargs)), alone:
             return self.original_forward(*args, **kwargs)
+
+    def _run_apart(self, key: Signature, inputs: list[torch.Tensor], error: CaptureError, always: bool) -> None:
+        raise error if always else UnusualCallError(str(error))
 
     def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
         if not self.differentiated.may_be(inputs, sys._getframe(1), Parts.call.__code__):
@@ -118,8 +124,11 @@ class Part(SharingForward):
         return entry
 
     def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
-        self._count(1 if self.may_change else _MOST_NEW)
-        return super()._captured(sample, mask)
+        if not self.is_unusual:  # of which there are few
+            self._refuse_new(1 if self.may_change else _MOST_NEW)
+        captured = super()._captured(sample, mask)
+        self._new += not (self.is_unusual or captured.contract.conditions.turn)
+        return captured
 
     def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
         with self.parts.lifted(self.model):  # the backward pass may call submodules
@@ -128,7 +137,8 @@ class Part(SharingForward):
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         found = super()._member(key, sample)
         if found[2] is not None and self.parts.decides_sizes_of(self):
-            self._count(1)
+            self._refuse_new(1)
+            self._new += 1
         return found
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
@@ -149,14 +159,13 @@ class Part(SharingForward):
         asked = () if self.latest is None else self.latest.conditions[0].questions
         return any(one.ask != "bool" for one in asked) or self.parts.decides_sizes_of(self)
 
-    def _count(self, most: int) -> None:
+    def _refuse_new(self, most: int) -> None:
         """Raises ``CaptureError`` where programs are made in vain: for every call another one."""
         if self._new >= most:
             self.changes = True
             raise CaptureError(
                 f"its program is another one in every call ({self._new + 1} in a row), which takes longer to plan than to run"
             )
-        self._new += 1
 
     def _leave(self) -> None:
         """What it holds is held by code between parts from now on."""
@@ -339,8 +348,3 @@ class Parts:
         return forwards_given(
             [(module, own.original_forward if own.had_instance_forward else None) for module, own in ours]
         )
-
-
-def _saves_otherwise() -> bool:
-    """Whether code between parts checkpoints or packs what is saved: it runs again without parts, as it must have run then."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

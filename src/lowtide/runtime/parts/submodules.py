@@ -63,3 +63,8 @@ def _set(module: nn.Module, forward: Any) -> None:
         module.__dict__.pop("forward", None)
     else:
         module.__dict__["forward"] = forward
+
+
+def saves_otherwise() -> bool:
+    """Whether code between parts checkpoints or packs what is saved: it runs again without parts, as it must have run then."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
