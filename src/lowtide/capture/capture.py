@@ -23,6 +23,7 @@ from lowtide.capture.convert.nested_writes import merge_nested_writes
 from lowtide.capture.copies import State, model_state
 from lowtide.capture.known import Known
 from lowtide.capture.python_state.effects import attribute_effects
+from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
 from lowtide.capture.python_state.effects.backward_effects import BackwardEffectError
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder
@@ -103,7 +104,8 @@ def capture(
         tensors, arguments = flat_arguments(args, kwargs, state.tensors)
         check(model, (*state.tensors, *tensors))
         refuse_spent(structure.objects(arguments))
-        call = TracedCall(model, state, tensors, arguments, mask, sizes)
+        distinct = are_distinct(holders(arguments.leaves[0], (args, kwargs or {})))
+        call = TracedCall(model, state, tensors, arguments, mask, sizes, distinct)
         known = known or Known()
         attempt: _Trace | Known = replace(known, recorder=known.recorder or RandomRecorder())
         while isinstance(attempt, Known):
@@ -240,7 +242,7 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
     late = tuple(read for read in guards[0].reads if read.name in names)
     conditions = Conditions(trace.questions, guards, trace.draws, followed, written, expected, late, trace.bounds)
     left = settings, trace.traced.counted(), run.buffers
-    return Captured(program, Contract(run.result, conditions, effects, *left, run.specs))
+    return Captured(program, Contract(run.result, conditions, effects, *left, run.specs, run.writes))
 
 
 def _followed(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowtide.capture.python_state.effects import attribute_effects, buffer_effects
+from lowtide.capture.python_state.effects.argument_effects import ArgumentWrite
 from lowtide.capture.python_state.effects.attribute_effects import ValueEffect
 from lowtide.capture.python_state.effects.buffer_effects import MadeBuffer
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs
@@ -129,7 +130,8 @@ class Conditions:
 class Contract:
     """What a planned call returns and leaves behind beside what its operators compute.
 
-    ``result_structure`` is of a pair: what the model returned, and what it left in the attributes ``effects.tensors``;
+    ``result_structure`` is of what the model returned, what it left in the attributes ``effects.tensors``, and what it
+    ``writes`` into dictionaries, lists and objects among the arguments;
     ``settings`` are the plain values that it left (``effects.attribute_effects``), ``counted`` the numbers that it counted
     on, ``buffers`` those that it registers or replaces, by name; ``specs`` say of each result how it is distributed.
     ``conditions``: under which all of this, and the program, hold for a call.
@@ -142,6 +144,7 @@ class Contract:
     counted: tuple[CountedNumber, ...] = ()
     buffers: Mapping[str, MadeBuffer] = field(default_factory=dict)
     specs: tuple[Any, ...] = ()
+    writes: tuple[ArgumentWrite, ...] = ()
 
     @property
     def held_inputs(self) -> HeldInputs:
@@ -152,13 +155,15 @@ class Contract:
         return self.held_inputs.behind(inputs, model)
 
     def fulfil(
-        self, model: nn.Module, tensors: Sequence[torch.Tensor], objects: Sequence[Any]
+        self, model: nn.Module, tensors: Sequence[torch.Tensor], objects: Sequence[Any], given: Sequence[Any] = ()
     ) -> tuple[Any, list[attribute_effects.Before]]:
         """What the call returns, made of its result ``tensors`` and the ``objects`` among its arguments, after leaving in the
-        model what it leaves there; and what was there before."""
+        model, and in what was ``given`` to write into, what it leaves there; and what was in the model before."""
         buffer_effects.put(model, self.buffers, tensors)
         tensors = [formed(*each) for each in itertools.zip_longest(tensors, self.specs)]
-        result, left = structure.unflatten(self.result_structure, tensors, objects)
+        result, left, values = structure.unflatten(self.result_structure, tensors, [*objects, *given])
+        for write, value in zip(self.writes, values, strict=True):
+            write.perform(given, value)
         written = {*(one.place for one in self.effects.tensors), *(setting.place for setting in self.settings)}
         places = written | {one.place for one in self.counted} | self.held_inputs.attributes()
         before = [attribute_effects.Before(place, value_at(model, place)) for place in places]
@@ -174,7 +179,7 @@ class Contract:
             and (self.effects.tensors, self.held_inputs) == (other.effects.tensors, other.held_inputs)
             and [one.key for one in self.settings] == [one.key for one in other.settings]
             and repr(self.counted) == repr(other.counted)
-            and (self.buffers, self.specs) == (other.buffers, other.specs)
+            and (self.buffers, self.specs, self.writes) == (other.buffers, other.specs, other.writes)
         )
 
 

@@ -22,14 +22,14 @@ def fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
 def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested, states: Collection[int] = ()) -> GradientMask:
     """Which results a gradient will come back for: the scalars where there are some, with the results that depend on parameters
     of which the scalars know nothing (a scalar may be a part of a loss outside), else all that can have one. What the model
-    only left in attributes counts where it returned nothing of the kind; ``states``, which it left in buffers with their
-    history, where it returned no scalar: the next call goes on from them.
+    wrote into its arguments counts where it returned nothing of the kind, and what it left in attributes where it did
+    neither; ``states``, which it left in buffers with their history, where there is no scalar: the next call goes on from them.
 
     Only a guess. A backward pass that disagrees makes a program for what it really got.
     """
-    returned = frozenset(structure.slots(result.leaves[0]))
+    returned, _, written = (frozenset(structure.slots(leaf)) for leaf in result.leaves)
     able = [index for index, tensor in enumerate(results) if tensor.requires_grad]
-    inner = [index for index in able if index in returned]
+    inner = [index for index in able if index in returned] or [index for index in able if index in written]
     chosen = [index for index in inner if results[index].numel() == 1]
     carried = structure.slots_in_objects(result)
     if chosen:

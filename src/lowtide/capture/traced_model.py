@@ -23,6 +23,7 @@ from lowtide.capture.copies import State, copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
 from lowtide.capture.python_state.code import late, process
 from lowtide.capture.python_state.effects import attribute_effects, backward_effects, random_numbers
+from lowtide.capture.python_state.effects.argument_effects import ArgumentWrite, ArgumentWrites
 from lowtide.capture.python_state.effects.buffer_effects import (
     MadeBuffer,
     declared_buffers,
@@ -69,7 +70,8 @@ NO_SAVED_TENSORS_HOOKS = (
 class TracedCall:
     """``model(*args, **kwargs)`` taken apart: the model's ``state``, the call's distinct ``tensors`` beside that, and the
     structure of the ``arguments``, which are of both. ``mask`` says which results a gradient is expected for, by default those
-    of ``guess_mask``. ``sizes``: the symbols that the tensors' sizes are, where the trace is to stand for other calls too."""
+    of ``guess_mask``. ``sizes``: the symbols that the tensors' sizes are, where the trace is to stand for other calls
+    too. ``distinct``: whether no container is among the arguments twice."""
 
     model: nn.Module
     state: State
@@ -77,6 +79,7 @@ class TracedCall:
     arguments: Any
     mask: GradientMask | None = None
     sizes: SymbolicSizes | None = None
+    distinct: bool = True
     caches: Caches = field(default_factory=caches)
     classes: ClassesShown = field(default_factory=ClassesShown)
 
@@ -85,7 +88,8 @@ class TracedCall:
 class TracedRun:
     """What one run of a traced model did.
 
-    ``result`` is the structure of a pair: what the model returned, and the attributes that are results too. Of each result:
+    ``result`` is the structure of what the model returned, of the attributes that are results too, and of what it ``writes``
+    into its arguments. Of each result:
     whether it ``requires_grad``, its entry in the ``mask``, and of what it is ``viewed``. ``changes``: of attributes;
     ``settings``: the plain values among them, and ``unknown`` those that got other ones. ``buffers``: registered or replaced.
     ``specs``: how results are distributed. ``unlinked``: see ``Program``. ``rewired``: whether modules have other hooks now.
@@ -102,6 +106,7 @@ class TracedRun:
     specs: tuple[Any, ...]
     unlinked: tuple[int, ...]
     rewired: bool
+    writes: tuple[ArgumentWrite, ...]
 
 
 class TracedModel:
@@ -204,13 +209,14 @@ class TracedModel:
         hooks = hooks_in(model)
         self.latest_reads = Reads()
         args, kwargs = rebuilt(self.call.arguments, state, given)
+        writes = ArgumentWrites(self.call.arguments.leaves[0], (args, kwargs)) if self.call.distinct else None
         wanting, marks = [tensor.requires_grad for tensor in tensors], list(map(put_on, wholes))
         with standing_in(self.numbers, copies) as standing:
             noting = self.latest_reads, self._modules, standing, self.call.classes
             observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
             sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
             self.call.classes.copied({key: own for key, (own, _) in copies.items()} | sources)
-            result, reached, early = self._forward(model, args, kwargs, (state, given), observer)
+            result, reached, early = self._forward(model, args, kwargs, (state, given), observer, writes)
         given_objects = {
             id(one): one for one in reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
         }
@@ -228,7 +234,9 @@ class TracedModel:
         rewired = hooks != hooks_in(model)
         if rewired:
             settings = ()  # a flag says that there are hooks now, but in the model itself there are none
-        flat, result = structure.flatten_distinct((result, attribute_effects.written(model, before, self.assigned)))
+        flat, result = structure.flatten_distinct(
+            (result, attribute_effects.written(model, before, self.assigned), () if writes is None else writes.values)
+        )
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
         result = with_originals(result, copies)
         left = with_states(flat, extra)
@@ -245,7 +253,7 @@ class TracedModel:
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
         unlinked = unreached(tensors, flat, self.call.state.parameters)
-        rest = buffers, specs, unlinked, rewired
+        rest = buffers, specs, unlinked, rewired, () if writes is None else writes.made
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
         self.after_run()
         self._backward.enter_context(backward_effects.none_of(model, reached))
@@ -264,6 +272,7 @@ class TracedModel:
         kwargs: Mapping[str, Any],
         tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         observer: Observer,
+        writes: ArgumentWrites | None,
     ) -> tuple[Any, ExternalEffects, set[int]]:
         """What the model returns, what it can write outside of itself, and ``TensorCalls.early``. What it left outside is
         refused, or undone."""
@@ -289,6 +298,7 @@ class TracedModel:
         ):
             modes = process.autocast(), torch.is_grad_enabled()
             result = model.forward(*args, **kwargs)
+            result = result if writes is None else writes.take(model, result)
             if modes != (process.autocast(), torch.is_grad_enabled()):
                 raise CaptureError(
                     "the forward pass leaves autocast or the gradient mode in another state than before, which planned calls "

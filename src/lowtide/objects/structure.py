@@ -191,6 +191,11 @@ def _is_pytree_leaf(node: Any) -> bool:
     return bool(is_leaf(node))
 
 
+def items_in(node: Any) -> Iterable[Any]:
+    """What is in a container that pytree knows, in the order of the ``leaves`` of its structure."""
+    return _one_level(node)[0]
+
+
 def _is_builtin(node: Any) -> bool:
     """Whether it is a container of Python's own whose specification is known by its length, or by the names in it."""
     kind = type(node)

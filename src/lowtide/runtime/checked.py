@@ -88,6 +88,8 @@ def _difference(now: Captured, planned: Captured) -> str:
         return f"{len(ours)} operators instead of {len(theirs)}{at}"
     if repr(now.contract.settings) != repr(planned.contract.settings):
         return "it leaves other values in attributes"
+    if now.contract.writes != planned.contract.writes:
+        return "it writes otherwise into its arguments"
     if fingerprint(now.contract.result_structure) != fingerprint(planned.contract.result_structure):
         return "its result has another structure"
     if _draws(now) != _draws(planned):

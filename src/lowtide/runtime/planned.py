@@ -17,6 +17,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture import Known
 from lowtide.capture.copies import State
+from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.trace.patches import replaced
 from lowtide.capture.trace.writes import GradientRequiredError
@@ -148,6 +149,9 @@ class Planned(Programs):
         if is_due():
             self._check(entry, sample)
         flat = contract.flat_inputs(model, inputs) or inputs
+        given = holders(tree.leaves[0], tuple(sample)) if contract.writes else ()
+        if not are_distinct(given):
+            return UNPLANNED
         try:
             outputs = self.run(entry, flat)
         except UnexpectedValueError as error:
@@ -157,7 +161,7 @@ class Planned(Programs):
             if draws is not None:
                 draws.take()
             tensors = [result.form(outputs, flat) for result in entry.program.results]
-            result, entry.before[:] = contract.fulfil(model, tensors, structure.objects(tree))
+            result, entry.before[:] = contract.fulfil(model, tensors, structure.objects(tree), given)
             return result
         other = self._otherwise(entry, number, sample, inputs)
         if other is None:
