@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,26 @@ class _Store:
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__["values"][name] = value
+
+
+class _Owned:
+    """Its store knows it, and is copied with it: as those of ``torch_geometric``."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__["store"] = _Store(**values)
+        self.store.__dict__["owner"] = weakref.ref(self)
+
+    def __copy__(self) -> Any:
+        other = object.__new__(_Owned)
+        other.__dict__["store"] = copy.copy(self.store)
+        other.store.__dict__["owner"] = weakref.ref(other)
+        return other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.store.owner().store, name, value)
 
 
 def _x(seed: int = 0) -> torch.Tensor:
@@ -109,6 +130,7 @@ _CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[tuple[Any, ...], 
     "dataclass": (_of_object, lambda: ((_Graph(_x()),), {}), lambda r, a: r[1][1].x.square().mean()),
     "namespace": (_of_object, lambda: ((types.SimpleNamespace(x=_x()),), {}), lambda r, a: a[0].x.square().mean()),
     "store": (_of_object, lambda: ((_Store(x=_x()),), {}), lambda r, a: a[0].x.square().mean() + r[1][0]),
+    "owned": (_of_object, lambda: ((_Owned(x=_x()),), {}), lambda r, a: a[0].x.square().mean() + r[1][0]),
     "list": (_appended, lambda: ((_x(), []), {}), lambda r, a: r + a[1][2].mean()),
     "nested": (_nested, lambda: (({"x": _x()}, [{"x": _x(1)}, {"x": _x(2)}]), {}), lambda r, a: r),
     "keyword": (_nothing_returned, lambda: ((), {"state": OrderedDict(x=_x())}), lambda r, a: a[0]["x"].square().mean()),
@@ -125,7 +147,8 @@ def _told(value: Any, given: dict[int, str]) -> Any:
         return [(key, _told(one, given)) for key, one in value.items()]
     if isinstance(value, (list, tuple)):
         return [_told(one, given) for one in value]
-    return [_told(vars(value), given)] if hasattr(value, "__dict__") else value
+    own = vars(value) if hasattr(value, "__dict__") else {}
+    return [(name, _told(one, given)) for name, one in own.items() if name != "owner"] or value
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,21 +51,31 @@ class ArgumentSlot:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """Stands for the object around it that many levels from the top, as batches and their stores refer to each other; ``weak``:
+    for a weak reference to it."""
+
+    level: int
+    weak: bool = False
+
+
 def flatten(tree: Any) -> tuple[list[torch.Tensor], Any]:
     """The tensors in ``tree``, each object once per occurrence, and the structure that ``unflatten`` takes."""
     tensors: list[torch.Tensor] = []
     return tensors, _visit(tree, tensors, (), {})
 
 
-def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...], bare: dict[int, Any]) -> Any:
-    """``bare``: objects that are known to lead to no tensor, by identity."""
+def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: dict[int, Any]) -> Any:
+    """``seen``: what the node is in, from the top on. ``bare``: objects that are known to lead to no tensor, by identity."""
     if isinstance(node, torch.Tensor):
         tensors.append(node)
         return Slot(len(tensors) - 1)
-    if _is_closed(node) or id(node) in seen:
-        return node
-    within = (*seen, id(node))
-    if _is_builtin(node) or not _is_pytree_leaf(node):
+    around = _around(node, seen)
+    if _is_closed(node) or around is not None:
+        return node if around is None or _is_container(seen[around.level]) else around
+    within = (*seen, node)
+    if _is_container(node):
         leaves, spec = _one_level(node)
         return Nested(spec, tuple(_visit(leaf, tensors, within, bare) for leaf in leaves))
     # A class that pytree does not know is looked into only where it holds tensors.
@@ -74,6 +85,17 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[int, ...], bare: 
     if not any(slots(child) for child in attributes.values()):
         return node
     return OpenObject(_emptied(node, attributes), attributes)
+
+
+def _around(node: Any, seen: tuple[Any, ...]) -> Ancestor | None:
+    weak = type(node) is weakref.ref
+    wanted = node() if weak else node
+    level = next((level for level, one in enumerate(seen) if one is wanted), None)
+    return None if level is None else Ancestor(level, weak)
+
+
+def _is_container(node: Any) -> bool:
+    return _is_builtin(node) or not _is_pytree_leaf(node)
 
 
 def _is_bare(node: Any, bare: dict[int, Any]) -> bool:
@@ -113,18 +135,24 @@ def distinct(
     return list(new.values()), renumbered
 
 
-def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = ()) -> Any:
-    """The tree whose tensors are ``tensors``, and its objects from the arguments those of ``given``; inverse of ``flatten``."""
+def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = (), within: tuple[Any, ...] = ()) -> Any:
+    """The tree whose tensors are ``tensors``, and its objects from the arguments those of ``given``; inverse of ``flatten``.
+    ``within``: the objects that it is in."""
     if isinstance(structure, Slot):
         return tensors[structure.index]
     if isinstance(structure, ArgumentSlot):
         return given[structure.index]
+    if isinstance(structure, Ancestor):
+        return weakref.ref(within[structure.level]) if structure.weak else within[structure.level]
     if isinstance(structure, Nested):
-        return pytree.tree_unflatten([unflatten(leaf, tensors, given) for leaf in structure.leaves], structure.spec)
+        inside = (*within, None)
+        return pytree.tree_unflatten(
+            [unflatten(one, tensors, given, inside) for one in structure.leaves], structure.spec
+        )
     if isinstance(structure, OpenObject):
-        clone = copy.copy(structure.prototype)
+        clone = _copied(structure.prototype)
         for name, child in structure.attributes.items():
-            object.__setattr__(clone, name, unflatten(child, tensors, given))
+            object.__setattr__(clone, name, unflatten(child, tensors, given, (*within, clone)))
         return clone
     return structure
 
@@ -147,7 +175,7 @@ def with_argument_slots(structure: Any, objects: Sequence[Any]) -> Any:
 def objects(structure: Any) -> list[Any]:
     """What is neither a tensor nor a plain value in it, in order."""
     found: list[Any] = []
-    replaced(structure, lambda leaf: leaf if isinstance(leaf, (Slot, *PLAIN)) else found.append(leaf))
+    replaced(structure, lambda leaf: leaf if isinstance(leaf, (Slot, Ancestor, *PLAIN)) else found.append(leaf))
     return found
 
 
@@ -222,8 +250,19 @@ def _spec(kind: Any, form: int | tuple[str, ...]) -> pytree.TreeSpec:
 
 def _emptied(node: Any, attributes: dict[str, Any]) -> Any:
     """A shallow copy that keeps no tensor of ``node`` alive."""
-    prototype = copy.copy(node)
+    prototype = _copied(node)
     for name, child in attributes.items():
         if slots(child):
             object.__setattr__(prototype, name, None)
     return prototype
+
+
+def _copied(node: Any) -> Any:
+    """A shallow copy, past what its class makes of copying: a store may be copied along, and be told of its new owner."""
+    kind: Any = type(node)
+    if not hasattr(kind, "__copy__") or kind.__new__ is not object.__new__:
+        return copy.copy(node)
+    clone = kind.__new__(kind)
+    for name, value in fields(node).items():
+        object.__setattr__(clone, name, value)
+    return clone
