@@ -140,6 +140,32 @@ def test_what_no_plan_knows(question: str) -> None:
             one.asked_of.add_(1)  # type: ignore[operator, union-attr]
 
 
+def _written(x: torch.Tensor) -> list[int]:
+    """How often tensors were written that a pass makes, as augmentations of ``kornia`` note it."""
+    one, other = torch.zeros(3), torch.rand(4).uniform_(0, 1)
+    one.add_(1)[0] = 2
+    made = [
+        one,
+        other,
+        torch.cat([x, x]).clamp_(0),
+        x.relu(),
+        torch.empty(2).normal_(),
+        torch.triu(x),
+        x.mean(0),
+        one[1:],
+    ]
+    return [each._version for each in made]
+
+
+def test_versions_of_what_the_pass_makes() -> None:
+    x = torch.randn(4, 8)
+    expected = _written(x)
+    model = _Asking(lambda model, x, y: _written(y) == expected)
+    eager = copy.deepcopy(model)
+    lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
+    assert torch.equal(model(x), eager(x))
+
+
 def test_leaves_that_are_no_parameters() -> None:
     model, x = _Asking(lambda model, x, y: model.scale.is_leaf and model.scale.grad_fn is None), torch.randn(4, 8)
     eager = copy.deepcopy(model)

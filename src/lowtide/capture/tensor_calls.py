@@ -98,7 +98,8 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
         if has_distributed():
             _refuse_unregistered((args, kwargs))
         refuse_gradients(func, args, self.given)
-        refuse_unknown(func, sys._getframe(1))
+        if args:
+            refuse_unknown(func, sys._getframe(1), args[0], self.given)
         if func in (IS_LEAF, GRAD_FN) and any(args[0] is one for one in self.given):
             leaf = is_leaf(args[0])
             return leaf if func == IS_LEAF else None

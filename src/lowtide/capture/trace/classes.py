@@ -7,7 +7,7 @@ So the name ``type`` stands for ``Type`` in the modules whose code asks, and ``x
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.errors import CaptureError
+from lowtide.program.layouts import memory_of
 from lowtide.program.source import is_user_file, user_source
 
 TRACED = (FunctionalTensor, FakeTensor)
@@ -75,11 +76,15 @@ def is_leaf(tensor: torch.Tensor) -> bool:
     return True
 
 
-def refuse_unknown(function: Any, calling: FrameType) -> None:
-    """Raises ``CaptureError`` where the user's code, ``calling``, asks a tensor what no plan knows of it."""
-    if function in _UNKNOWN and (
-        calling.f_code is torch.overrides.handle_torch_function.__code__ or is_user_file(calling.f_code.co_filename)
-    ):
+def refuse_unknown(function: Any, calling: FrameType, tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
+    """Raises ``CaptureError`` where the user's code, ``calling``, asks a ``tensor`` what no plan knows of it. How often
+    one was written that the pass has made is known, not so of those that were ``given``."""
+    if function not in _UNKNOWN:
+        return
+    made = isinstance(tensor, TRACED) and memory_of(tensor) not in map(memory_of, given)
+    if made and _UNKNOWN[function] == "_version":
+        return
+    if calling.f_code is torch.overrides.handle_torch_function.__code__ or is_user_file(calling.f_code.co_filename):
         raise CaptureError(
             f"the forward pass asks a tensor for its {_UNKNOWN[function]} ({user_source()}), which no plan knows: it is "
             "another one in other calls. Decide by it outside of the model, or run the model under lowtide.online."
