@@ -428,3 +428,29 @@ def test_what_is_compiled_is_no_part(in_place: bool) -> None:
         gradients.append([parameter.grad for parameter in one.parameters()])
     assert all(map(torch.equal, *gradients))
     assert [part.name for part in one.forward.parts.planned()] == ["0", "2"]
+
+
+class _Forced(nn.Module):
+    """Teacher forcing: Python's generator decides which token comes next, at each step of a cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cell, self.head = nn.Embedding(20, 64), nn.GRUCell(64, 64), nn.Linear(64, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, token, losses = torch.zeros(len(tokens), 64), tokens[:, 0], []
+        for place in range(1, tokens.shape[1]):
+            hidden = self.cell(self.embedding(token), hidden)
+            logits = self.head(hidden)
+            losses.append(nn.functional.cross_entropy(logits, tokens[:, place]))
+            token = tokens[:, place] if random.random() < 0.5 else logits.argmax(1)
+        return torch.stack(losses).mean()
+
+
+def test_cells_that_a_loop_calls_are_parts() -> None:
+    tokens = torch.randint(0, 20, (32, 9), generator=torch.Generator().manual_seed(0))
+    plain = _Forced()
+    budget = int(0.75 * lowtide.measure(lambda: plain(tokens).backward()).peak_bytes)
+    model = _equal_steps(_Forced(), tokens, steps=5, budget=budget)
+    assert [part.name for part in model.forward.parts.planned()] == ["cell"]
+    assert lowtide.measure(lambda: model(tokens).backward()).peak_bytes <= budget
