@@ -9,9 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import lowtide
 from lowtide.runtime.online_instead import OnlineInstead
+from lowtide.runtime.programs import kin
 
 WIDTH = 32
 
@@ -148,3 +150,29 @@ def test_what_is_a_part_of_a_larger_step_is_captured_all_the_same(caplog: pytest
 
     model = _trained(_Lengths(), scaled, 20, "90%")
     assert not model.forward.is_online and model.forward.entries
+
+
+class _Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH))
+        self.recurrent = nn.LSTM(WIDTH, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        found, _ = self.recurrent(pack_padded_sequence(self.body(x), lengths, batch_first=True))
+        return found.data.square().mean()
+
+
+def test_symbols_are_not_tried_again_where_no_other_call_has_the_same_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+    capture_family = kin.capture_family
+    monkeypatch.setattr(
+        kin, "capture_family", lambda *args, **given: tried.append(args) or capture_family(*args, **given)
+    )
+
+    def packed(step: int) -> tuple[torch.Tensor, ...]:
+        lengths = torch.tensor([20 + 2 * step, 18 + step, 9])
+        return torch.randn(3, 20 + 2 * step, WIDTH, generator=torch.Generator().manual_seed(step)), lengths
+
+    _trained(_Packed(), packed, 6, "95%")
+    assert len(tried) == 2
