@@ -33,7 +33,8 @@ class Row:
     """One model. ``outcome``: "good", "refused", "broken" (differs, or fails where plain PyTorch does not), "over" (a peak
     above the budget), "unfinished" (in the time given) or "not built" (plain PyTorch does not run it). ``budget`` as asked
     for, or in bytes where that could not be met. ``parts``: how many ran by plans, -1 for a model that is planned as a whole.
-    ``peak`` and ``time`` are shares of the plain ones, ``predicted`` is the share that the plans in force say."""
+    ``peak`` and ``time`` are shares of the plain ones, ``predicted`` is the share that the plans in force
+    say, and the first runs of what runs again."""
 
     model: str
     package: str
@@ -163,7 +164,10 @@ def _plans(model: nn.Module, plain_seconds: float) -> tuple[int, float]:
     if forward.parts is None:
         return _WHOLE, 1 + forward.latest.plan.overhead
     passes = forward.parts.shared.ran
-    more = sum(one.entry.plan.time_ns - one.entry.plan.costs.total_time_ns for one in passes)
+    more = (
+        sum(one.entry.plan.time_ns - one.entry.plan.costs.total_time_ns for one in passes)
+        + forward.parts.watch.again_ns
+    )
     return len(forward.parts.planned()), 1 + more / 1e9 / plain_seconds
 
 

@@ -237,14 +237,14 @@ def test_a_place_in_a_queue_costs_few_captures(caplog: pytest.LogCaptureFixture)
     assert [part.name for part in model.forward.parts.planned()] == ["encoder"]
 
 
-def test_what_nothing_can_be_planned_of_in_parts_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nothing_can_be_planned_of_in_parts_runs_online(caplog: pytest.LogCaptureFixture) -> None:
     """``momentum=None`` divides by how many calls there were, in the only part that a plan could free something of."""
     layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16, momentum=None), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(0)
     body = nn.Sequential(nn.Sequential(*layers), nn.Unflatten(0, (1, -1)), nn.LPPool1d(2, 2), nn.AdaptiveAvgPool1d(1))
     model, x = nn.Sequential(body, nn.Flatten(0), nn.Unflatten(0, (1, 1)), nn.AvgPool1d(1)), torch.randn(8, 3, 24, 24)
     model = _equal_steps(model, x, steps=8, budget="90%")
-    assert "is captured in every call, as nothing of it can be planned in parts" in caplog.text
-    assert model.forward.parts is None and model.forward.entries
+    assert "runs under lowtide.online within" in caplog.text and "nothing of it can be planned in parts" in caplog.text
+    assert model.forward.parts is None and model.forward.is_online
 
 
 class _Shrinking(nn.Module):
@@ -258,10 +258,10 @@ class _Shrinking(nn.Module):
         return self.body(x).square().mean() * random.random()
 
 
-def test_what_does_not_fit_in_parts_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_in_parts_runs_online(caplog: pytest.LogCaptureFixture) -> None:
     model = _equal_steps(_Shrinking(), torch.randn(64, WIDTH), steps=22, budget="90%", planner="chen-sqrt")
-    assert "is captured in every call, as its parts do not fit" in caplog.text
-    assert model.forward.parts is None and model.forward.entries
+    assert "runs under lowtide.online within" in caplog.text and "its parts do not fit" in caplog.text
+    assert model.forward.parts is None and model.forward.is_online
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -428,3 +428,29 @@ def test_what_is_compiled_is_no_part(in_place: bool) -> None:
         gradients.append([parameter.grad for parameter in one.parameters()])
     assert all(map(torch.equal, *gradients))
     assert [part.name for part in one.forward.parts.planned()] == ["0", "2"]
+
+
+class _Forced(nn.Module):
+    """Teacher forcing: Python's generator decides which token comes next, at each step of a cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cell, self.head = nn.Embedding(20, 64), nn.GRUCell(64, 64), nn.Linear(64, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, token, losses = torch.zeros(len(tokens), 64), tokens[:, 0], []
+        for place in range(1, tokens.shape[1]):
+            hidden = self.cell(self.embedding(token), hidden)
+            logits = self.head(hidden)
+            losses.append(nn.functional.cross_entropy(logits, tokens[:, place]))
+            token = tokens[:, place] if random.random() < 0.5 else logits.argmax(1)
+        return torch.stack(losses).mean()
+
+
+def test_cells_that_a_loop_calls_are_parts() -> None:
+    tokens = torch.randint(0, 20, (32, 9), generator=torch.Generator().manual_seed(0))
+    plain = _Forced()
+    budget = int(0.75 * lowtide.measure(lambda: plain(tokens).backward()).peak_bytes)
+    model = _equal_steps(_Forced(), tokens, steps=5, budget=budget)
+    assert [part.name for part in model.forward.parts.planned()] == ["cell"]
+    assert lowtide.measure(lambda: model(tokens).backward()).peak_bytes <= budget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import sys
 from collections import Counter
@@ -17,7 +18,7 @@ from lowtide.budget import parse_budget
 from lowtide.capture import Captured
 from lowtide.capture.copies import State
 from lowtide.capture.trace.writes import GradientRequiredError
-from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError, NoGradientError, PlanError
+from lowtide.errors import CaptureError, InfeasibleBudgetError, NoGradientError
 from lowtide.memory.arena import Arena
 from lowtide.pipeline import Finish
 from lowtide.planning import Plan
@@ -28,6 +29,7 @@ from lowtide.program.sizes import device_of_inputs, kept_bytes
 from lowtide.runtime.calls.differentiated import DifferentiatedAgain
 from lowtide.runtime.calls.waiting import WaitingCalls
 from lowtide.runtime.online_calls import OnlineCalls
+from lowtide.runtime.online_instead import OnlineInstead
 from lowtide.runtime.parts.parts import Parts
 from lowtide.runtime.parts.submodules import can_run_in_parts
 from lowtide.runtime.planned import Planned
@@ -36,7 +38,6 @@ from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.programs.recaptures import ManyProgramsError
 from lowtide.runtime.sharded_root import ShardedRoot
 from lowtide.settings import Settings
-from lowtide.sharing.order import CollectiveOrder
 from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
@@ -57,10 +58,11 @@ class Rematerialized(Planned):
         self.parts: Parts | None = None
         self._runs_in_parts = False  # whether a call has
         self._was_whole = False  # though its program changes from call to call, which is why it is in parts
-        self._stays_whole = False  # since its parts do not fit the budget
+        self._stays_whole = False  # since its parts do not fit the budget, and it has been found out what else does
         self._apart: set[Signature] = set()  # of calls that could not be captured
         self._without_gradient: Counter[Signature] = Counter()  # captured, of which no result had one
         self._online: OnlineCalls | None = None
+        self._instead = OnlineInstead(settings)
         self.differentiated = DifferentiatedAgain(type(model).__name__)
         self._waiting = WaitingCalls(type(model).__name__, settings.in_flight)
 
@@ -72,7 +74,7 @@ class Rematerialized(Planned):
         self.optimizer = optimizer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if self._online is not None:
+        if self._online is not None and not self._wants_plan(self._online, (args, kwargs)):
             return self._run_online(args, kwargs)
         if self._root is None and is_sharded(self.model):
             self._begin_anew()
@@ -87,6 +89,7 @@ class Rematerialized(Planned):
         super().prepare(*hooked(self.model, args, kwargs))
 
     def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
+        self._instead.watch(inputs, len(state.tensors))
         watched = self._root is None and self.optimizer is None
         if watched and self.differentiated.may_be(inputs, sys._getframe(1)):
             return self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
@@ -100,6 +103,7 @@ class Rematerialized(Planned):
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run(entry, inputs)
         self._waiting.add(outputs)
+        self._instead.called()
         return outputs
 
     def terms_from(self, states: int) -> int | None:
@@ -134,7 +138,7 @@ class Rematerialized(Planned):
         if self.parts is None:
             return self._run_online(args, kwargs)
         if self._was_whole and self.parts.are_none:
-            self._go_whole("nothing of it can be planned in parts")
+            self._go_whole("nothing of it can be planned in parts", args, kwargs)
             return self.call(*args, **kwargs)
         began = False
         try:
@@ -147,11 +151,12 @@ class Rematerialized(Planned):
                     began = True
                     result = self.parts.call(self.original_forward, args, kwargs)
                 self.parts.ran(result)
+            self._instead.called()
         except Exception as error:
             if isinstance(error, InfeasibleBudgetError):
                 error.midway = began
                 if not began and self._was_whole:
-                    self._go_whole(f"its parts do not fit: {error}")
+                    self._go_whole(f"its parts do not fit: {error}", args, kwargs)
                     return self.call(*args, **kwargs)
             if not self._runs_in_parts:  # the call itself is wrong: that is no reason to run others in parts
                 self.parts = None
@@ -201,9 +206,15 @@ class Rematerialized(Planned):
             assert self.settings.budget is not None
             self._go_online(str(error), parse_budget(self.settings.budget, None), device_of_inputs(inputs))
             return
+        changes = isinstance(error, ManyProgramsError)
+        if changes:
+            self._instead.takes_over(self._granted(), self.recaptures.novelty.seconds)
+        if changes and not can_run_in_parts(self.model):
+            self._go_whole(str(error), inputs)
+            return
         self._keep_gradients("the model runs in parts")
         self.parts = self.parts or Parts(self.model, self.settings, error)
-        self._was_whole = self.parts.shared.must_fit = isinstance(error, ManyProgramsError)
+        self._was_whole = self.parts.shared.must_fit = changes
         self.parts.shared.granted_bytes = max(self.parts.shared.granted_bytes, self._granted())
         self._leave_arena()
         if always:
@@ -235,53 +246,52 @@ class Rematerialized(Planned):
                 raise CaptureError(
                     f"its program keeps {copies} bytes of what the forward pass writes into, which do not fit: {error}"
                 ) from None
-        order = self._root.order
-        try:
-            found = self._in_order(order, captured, sample, finish, **known)
-        except LowtideError as error:
-            order.begin(str(error))
-            raise
-        order.begin()
-        return found
-
-    def _in_order(
-        self, order: CollectiveOrder, captured: Captured, sample: Sample, finish: Finish, **known: Any
-    ) -> tuple[Program, Plan]:
-        for _ in range(2):  # the first time another rank may settle the order meanwhile
-            program, plan = super().planned(captured, sample, finish, known=order.schedules)
-            if order.settles(program, plan.schedule):
-                return program, plan
-        if not order.change(program, plan.schedule):
-            raise PlanError(
-                f"within {plan.budget_bytes} bytes this call of {type(self.model).__name__} needs its collectives in another "
-                "order than the ranks have settled on, and not all of them have calls of these shapes. Give rematerialize the "
-                "largest sample that there will be, so that its plan serves all, or raise the budget."
-            )
-        self.entries.clear()  # they are in the former order
-        return program, plan
+        plan = functools.partial(super().planned, captured, sample, finish)
+        return self._root.planned(plan, type(self.model).__name__, self.entries.clear)
 
     def _may_be_apart(self) -> bool:
         return self.settings.on_capture_error == "parts" and not self._stays_whole and can_run_in_parts(self.model)
 
-    def _go_whole(self, why: str) -> None:
-        """Its parts do not meet the budget: every call is captured, which takes longer but does."""
-        _LOG.warning("%s is captured in every call, as %s", type(self.model).__name__, why)
+    def _may_go_without(self, inputs: Sequence[torch.Tensor]) -> bool:
+        return self._may_be_apart() or self._may_be_online(inputs)
+
+    def _may_be_online(self, arguments: Any) -> bool:
+        """Whether a call may run under ``lowtide.online`` though it can be captured."""
+        decided = self._stays_whole or self._root is not None or self.optimizer is not None
+        return not decided and self._instead.is_possible(arguments)
+
+    def _go_whole(self, why: str, *arguments: Any) -> None:
+        """Its parts do not meet the budget, or it has none: under ``lowtide.online`` it does, and captured in every call."""
+        online = self._may_be_online(arguments)
         self.parts, self._runs_in_parts, self._was_whole, self._stays_whole = None, False, False, True
         self._apart.clear()
+        if online:
+            self.improving.stop()
+            self._go_online(why, self._instead.budget_bytes, self._instead.device)
+        else:
+            _LOG.warning("%s is captured in every call, as %s", type(self.model).__name__, why)
+
+    def _wants_plan(self, online: OnlineCalls, arguments: Any) -> bool:
+        """Whether a call of a model that runs ``online`` is captured all the same."""
+        self._online = self._instead.calls(online, self._granted())
+        if self._online is None:
+            _LOG.warning("%s is captured in every call: lowtide.online takes longer", type(self.model).__name__)
+        return self._online is None or self._instead.wants_plan(arguments)
 
     def _go_online(self, why: str, budget_bytes: int, device: torch.device) -> None:
         """Run eagerly inside the budget from now on, forward and backward passes."""
+        what = "would be captured in most calls" if self._instead.budget_bytes else "cannot be captured"
         self._keep_gradients("the model runs under lowtide.online")
         _LOG.warning(
-            "%s cannot be captured, so it runs under lowtide.online within %s: %s",
-            type(self.model).__name__, format_bytes(budget_bytes), why,
+            "%s %s, so it runs under lowtide.online within %s: %s",
+            type(self.model).__name__, what, format_bytes(budget_bytes), why,
         )  # fmt: skip
         self._online = OnlineCalls(budget_bytes, device)
 
     def _run_online(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self._online is None or not (self._is_trained() and torch.is_grad_enabled()):
-            return self.original_forward(*args, **kwargs)
-        return self._online.run(self.original_forward, args, kwargs)
+        if self._online is not None and self._is_trained() and torch.is_grad_enabled():
+            return self._online.run(self.original_forward, args, kwargs)
+        return self.original_forward(*args, **kwargs)
 
     @property
     def is_online(self) -> bool:
@@ -324,10 +334,9 @@ class Rematerialized(Planned):
         return clone
 
     def __reduce__(self) -> Any:
-        """Pickled with the model: settings travel, plans are made anew."""
+        """Pickled with the model: settings travel, but for bytes that memory sufficed for here; plans are made anew."""
         original = self.original_forward if self.had_instance_forward else None
-        settings = dataclasses.replace(self.settings, most_bytes=None)  # another process may have more memory
-        return _restore_pickled, (self.model, settings, original)
+        return _restore_pickled, (self.model, dataclasses.replace(self.settings, most_bytes=None), original)
 
 
 def _restore_pickled(model: nn.Module, settings: Settings, original: Callable[..., Any] | None) -> Rematerialized:

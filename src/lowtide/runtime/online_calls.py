@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from lowtide.dynamic.context import leave_if_innermost, online
 from lowtide.runtime.calls.result_hooks import tell
 
 _BACKWARD = ("backward", "grad")  # of torch.autograd: what runs a backward pass
+_STEPS = 8
 _lock = threading.RLock()  # garbage is collected inside, too
 _inside: weakref.WeakSet[OnlineCalls] = weakref.WeakSet()
 _replaced: dict[str, Any] = {}
@@ -26,13 +29,15 @@ class OnlineCalls:
 
     The thread of a call is inside, and whoever else reads what was evicted would read nothing. So a thread other than the main
     one leaves at the end of its call, with all that is held there as it is without the context, until it was seen to run the
-    backward pass of one itself."""
+    backward pass of one itself. ``step_seconds``: how long the latest steps took inside."""
 
     def __init__(self, budget_bytes: int, device: torch.device) -> None:
         self._context = online(budget_bytes, device=device)
         self._entered = self._running = False
         self._calls: list[_Call] = []
         self._trusted: weakref.WeakSet[threading.Thread] = weakref.WeakSet([threading.main_thread()])
+        self.step_seconds: deque[float] = deque(maxlen=_STEPS)
+        self._began = 0.0
         self._left_by: threading.Thread | None = None  # the one of the latest call, where that left at its end
         weakref.finalize(self, _gone, self._context).atexit = False
 
@@ -41,7 +46,7 @@ class OnlineCalls:
             return forward(*args, **kwargs)
         if not self._entered:
             self._context.__enter__()
-            self._entered = True
+            self._entered, self._began = True, time.perf_counter()
             with _lock:
                 _inside.add(self)
                 _tell()
@@ -77,6 +82,7 @@ class OnlineCalls:
         if not self._entered or within or any(call.waits for call in self._calls):
             return
         if leave_if_innermost(self._context):
+            self.step_seconds.append(time.perf_counter() - self._began)
             self._left()
 
     def leave(self) -> None:

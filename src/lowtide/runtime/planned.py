@@ -38,6 +38,7 @@ from lowtide.runtime.programs.unusual import UnusualCalls
 from lowtide.runtime.transforms import is_transformed
 from lowtide.settings import Settings
 from lowtide.sharing.pass_budget import pass_bytes
+from lowtide.stage_times import stage_seconds
 
 _LOG = logging.getLogger(__name__)
 _TRACED = (FakeTensor, FunctionalTensor)
@@ -266,6 +267,8 @@ class Planned(Programs):
             others = [other for other in self.entries if other[:-1] == key[:-1] and other != key]
             known = next((entry for other in others if (entry := self.find(other, modules, inputs))), None)
             found = None if known is None else self.in_mode(known, key[-1])
+        if found is not None:
+            self.recaptures.novelty.came(found)
         return found or self._new_entry(key, sample, inputs)
 
     def _new_entry(
@@ -284,11 +287,20 @@ class Planned(Programs):
             if expected is not None:
                 with self.recaptures.unexpected(known, self.model, expected):
                     return self._make(key, sample)
+            may_go_without = self._may_go_without(inputs)
+            if may_go_without:
+                self.recaptures.refuse_more()
             if known:
-                self.recaptures.changed(key, known, self._latest(key), self.model, inputs, self._may_be_apart())
-            entry = self._make(key, sample)
+                self.recaptures.changed(key, known, self._latest(key), self.model, inputs, may_go_without)
+            with stage_seconds() as taken:
+                entry = self._make(key, sample)
+            self.recaptures.novelty.came(entry, sum(taken.values()) if "capture" in taken else 0.0)
             self.recaptures.say_values(entry, self.entries, self.model)
             return entry
+
+    def _may_go_without(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a call with these flat inputs can run without a capture, where most calls need one."""
+        return self._may_be_apart()
 
     def _pass_bytes(self, program: Program) -> int:
         return pass_bytes(program, self.settings, self.model, self._granted())

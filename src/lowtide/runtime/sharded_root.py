@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.errors import LowtideError, PlanError
+from lowtide.planning import Plan
+from lowtide.program import Program
 from lowtide.program.distributed.sharded import Unit, begun, state_of
 from lowtide.sharing.order import CollectiveOrder
 from lowtide.store import content_key
@@ -55,6 +58,36 @@ class ShardedRoot:
     def handed(self, result: Any) -> Any:
         """What the caller gets, in the type that the policy says."""
         return self.state._cast_output_dtype(result)
+
+    def planned(
+        self, plan: Callable[..., tuple[Program, Plan]], name: str, forget: Callable[[], None]
+    ) -> tuple[Program, Plan]:
+        """What is to run for a call of the model of this ``name``, and its plan, made by ``plan`` from ``known`` schedules, in
+        the order of collectives of all ranks; ``forget`` what is in another one."""
+        order = self.order
+        try:
+            found = self._in_order(plan, name, forget)
+        except LowtideError as error:
+            order.begin(str(error))
+            raise
+        order.begin()
+        return found
+
+    def _in_order(
+        self, plan: Callable[..., tuple[Program, Plan]], name: str, forget: Callable[[], None]
+    ) -> tuple[Program, Plan]:
+        for _ in range(2):  # the first time another rank may settle the order meanwhile
+            program, made = plan(known=self.order.schedules)
+            if self.order.settles(program, made.schedule):
+                return program, made
+        if not self.order.change(program, made.schedule):
+            raise PlanError(
+                f"within {made.budget_bytes} bytes this call of {name} needs its collectives in another order than the ranks "
+                "have settled on, and not all of them have calls of these shapes. Give rematerialize the largest sample that there "
+                "will be, so that its plan serves all, or raise the budget."
+            )
+        forget()
+        return program, made
 
     def end(self) -> None:
         """Put FSDP2's hooks back: the first of those before the pass, the last of those behind it."""

@@ -97,7 +97,7 @@ class Part(SharingForward):
         if nested:  # whatever it keeps is soon let go
             return self.original_forward(*args, **kwargs)
         if self.runs_again:
-            with self.parts.paused():
+            with self.parts.paused(), self.parts.watch.runs_again():
                 return self._recomputation.run(self.model, self.original_forward, args, kwargs, self.shared.in_backward)
         alone = self.parts.paused() if self.keeps_nothing else contextlib.nullcontext()
         with self.parts.watch.call(self.name, (args, kwargs)), alone:

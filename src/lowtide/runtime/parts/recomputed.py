@@ -27,19 +27,9 @@ from lowtide.capture.python_state.guards.external_effects import ARGUMENT, Exter
 from lowtide.dynamic.patches import UncompiledMode, uncompiled
 from lowtide.errors import ExecutionError
 from lowtide.objects.walk import parts_of
+from lowtide.runtime.parts.decisions import recording, replaying
 
-_ATEN = torch.ops.aten
-_DECIDING = {  # operators that make something discrete of continuous values, or a number of Python's of a tensor
-    _ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.nonzero.default, _ATEN.multinomial.default,
-    _ATEN.topk.default, _ATEN.kthvalue.default, _ATEN.mode.default, _ATEN.sort.default, _ATEN.sort.stable,
-    _ATEN.argmax.default, _ATEN.argmin.default, _ATEN.max.dim, _ATEN.min.dim,
-    _ATEN.bucketize.Tensor, _ATEN.searchsorted.Tensor,
-    _ATEN.lt.Scalar, _ATEN.le.Scalar, _ATEN.gt.Scalar, _ATEN.ge.Scalar, _ATEN.eq.Scalar, _ATEN.ne.Scalar,
-    _ATEN.lt.Tensor, _ATEN.le.Tensor, _ATEN.gt.Tensor, _ATEN.ge.Tensor, _ATEN.eq.Tensor, _ATEN.ne.Tensor,
-}  # fmt: skip
-_NOTHING: tuple[Any, Any] = (None, None)
 _LARGE = 1 << 16  # bytes of a buffer
-_DISCRETE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Recomputation:
@@ -69,7 +59,7 @@ class Recomputation:
             return forward(*args, **kwargs)
 
         def contexts() -> tuple[Any, Any]:
-            return _Recording(decisions, before), _Again(lambda: _again(module, before, decisions, on_run))
+            return _first(before, decisions), _Again(lambda: _again(module, before, decisions, on_run))
 
         nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in values)
         check = "none" if nested else "default"  # which reads shapes, and what a nested tensor is made of has none
@@ -129,6 +119,12 @@ class _Again:
 
 
 @contextlib.contextmanager
+def _first(before: _State, decisions: list[Any]) -> Iterator[None]:
+    with _Writing(before) if before.large else contextlib.nullcontext(), recording(decisions):
+        yield
+
+
+@contextlib.contextmanager
 def _again(module: nn.Module, before: _State, decisions: list[Any], on_run: Callable[[], None]) -> Iterator[None]:
     on_run()
     before.check(module)
@@ -136,7 +132,7 @@ def _again(module: nn.Module, before: _State, decisions: list[Any], on_run: Call
     now = _State(module, attributes, before.outside.as_now(), before.arguments.as_now(), before)
     before.put_back(module)
     try:
-        with _Replaying(decisions):
+        with replaying(decisions):
             yield
     finally:
         now.put_back(module)
@@ -204,55 +200,18 @@ class _State:
             generator.set_state(state)
 
 
-class _Recording(UncompiledMode):
-    """Notes what operators decide: numbers that Python reads from tensors, and discrete results of continuous values; and what
-    they write into."""
+class _Writing(UncompiledMode):
+    """Tells what operators are about to write into."""
 
-    def __init__(self, decisions: list[Any], before: _State) -> None:
+    def __init__(self, before: _State) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.decisions = decisions
         self.before = before
 
     @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.before.large and _writes(func):
             self.before.copy_before_write((args, kwargs))
-        result = func(*args, **(kwargs or {}))
-        if func in _DECIDING:
-            self.decisions.append((func, pytree.tree_map(_discrete, result)))
-        return result
-
-
-class _Replaying(UncompiledMode):
-    """Has operators decide as they did before."""
-
-    def __init__(self, decisions: Sequence[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.decisions = iter(list(decisions))
-
-    @uncompiled
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _DECIDING:
-            return func(*args, **(kwargs or {}))
-        known, decided = next(self.decisions, _NOTHING)
-        if known is not func:
-            raise ExecutionError(
-                f"a module that is run again in the backward pass does something else than in the forward pass ({func} instead "
-                f"of {known}): it depends on what lies outside of the model. Run the model under lowtide.online."
-            )
-        leaves, spec = pytree.tree_flatten(decided)
-        if all(leaf is not None for leaf in leaves):
-            return pytree.tree_unflatten([_copied(leaf) for leaf in leaves], spec)
-        results = pytree.tree_leaves(func(*args, **(kwargs or {})))
-        chosen = [new if old is None else _copied(old) for old, new in zip(leaves, results, strict=True)]
-        return pytree.tree_unflatten(chosen, spec)
-
-
-def _discrete(value: Any) -> Any:
-    """What is kept of a result: all that is no tensor of continuous values."""
-    if isinstance(value, torch.Tensor):
-        return value.detach() if value.dtype in _DISCRETE else None
-    return value
+        return func(*args, **(kwargs or {}))
 
 
 @functools.cache
@@ -264,7 +223,3 @@ def _writes(operator: Any) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     return 0 if tensor.layout is not torch.strided or tensor.is_nested else tensor.untyped_storage()._cdata
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

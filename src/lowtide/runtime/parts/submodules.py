@@ -36,7 +36,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _may_free(module: nn.Module) -> bool:
-    return not isinstance(module, _CONTAINERS) and not is_one_operator(module)
+    """Cells of recurrent networks are many operators, and called at each step of a loop."""
+    return isinstance(module, nn.RNNCellBase) or not (isinstance(module, _CONTAINERS) or is_one_operator(module))
 
 
 def is_one_operator(module: nn.Module) -> bool:

@@ -32,6 +32,7 @@ from lowtide.stage_times import stage
 _LOG = logging.getLogger(__name__)
 _ALONE = 2  # shapes that are captured by themselves: a short last batch is no reason for more
 _MOST_FIXED = 2  # families that turn out to be of one call alone
+_MOST_VAIN = 2  # families that no other call was of: lengths among the arguments, say, are others in each
 _MOST = 5  # families of a kind: sizes vary later, or make for other programs
 _MOST_KINDS = 16  # of calls of one model
 _MOST_SHAPES = 1000  # that are known to have been met
@@ -79,9 +80,15 @@ class Alike:
 
 @dataclass(eq=False)
 class Branch(Alike):
-    """Those of a family."""
+    """Those of a family, which so many calls of other sizes or values have ``met``."""
 
     family: SymbolicFamily = field(kw_only=True)
+    met: int = 0
+
+    @property
+    def is_vain(self) -> bool:
+        """Whether only the call that it was captured for has been one of it."""
+        return self.met <= 1
 
 
 class FamilyCall(NamedTuple):
@@ -120,7 +127,8 @@ class Kin:
         """Whether a family should be captured for a call of these ``shapes``, which is no member of one."""
         enough = len(self.sizes) >= (1 if self.at_once else _ALONE)
         differs = shapes not in self.shapes or any(selected for _, selected in self.sizes)
-        return enough and differs and not self.hopeless and len(self.branches) < _MOST
+        vain = sum(branch.is_vain for branch in self.branches)
+        return enough and differs and not self.hopeless and len(self.branches) < _MOST and vain < _MOST_VAIN
 
     def extend(
         self, model: nn.Module, sample: Sample, shapes: Shapes, capture: Callable[[], Captured], terms_from: int | None
@@ -168,6 +176,8 @@ class Kin:
                 self.sizes.add((shapes, tuple(one.answer for one in asked if one.ask == "shape")))
         else:
             member.branch.join(entry, measured=measured)
+            if isinstance(member.branch, Branch):
+                member.branch.met += 1
 
 
 def kind_of(key: Signature, states: int) -> Signature:

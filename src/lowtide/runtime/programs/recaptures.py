@@ -15,6 +15,7 @@ from lowtide.capture import Captured, Known
 from lowtide.errors import CaptureError
 from lowtide.objects import structure
 from lowtide.runtime.programs.entry import Entry, Signature
+from lowtide.runtime.programs.novelty import Novelty
 
 _LOG = logging.getLogger(__name__)
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
@@ -35,6 +36,7 @@ class Recaptures:
 
     def __init__(self) -> None:
         self.known = Known()
+        self.novelty = Novelty()
         self._counts: Counter[Signature] = Counter()
         self._counting: set[Signature] = set()  # of calls that write what their program depends on
 
@@ -42,6 +44,15 @@ class Recaptures:
         """It took little, and calls may come to programs that are known."""
         if not self.known.computed and key not in self._counting:
             self._counts[key] -= 1
+
+    def refuse_more(self) -> None:
+        """Raises ``ManyProgramsError`` where most calls of whatever shapes are captured."""
+        why = self.novelty.why
+        if why:
+            raise ManyProgramsError(
+                f"its programs seldom come again: {why}. Make what they depend on constant, pad sizes to few ones, or pass it "
+                "as a tensor that is only computed with."
+            )
 
     def learn(self, captured: Captured) -> None:
         """What is still worth knowing after a capture."""

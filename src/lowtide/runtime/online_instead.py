@@ -1,0 +1,73 @@
+"""A model whose programs do not come again, under ``lowtide.online`` instead of by a plan for each call.
+
+A capture takes many times as long as a step of a model that unrolls a loop. Where most calls would need one, the online mode is
+the quicker way to hold a budget. Where it is not, which its first steps tell, the model is captured in every call all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowtide.budget import is_percentage
+from lowtide.objects import structure
+from lowtide.program.sizes import device_of_inputs
+from lowtide.runtime.calls.call import ModelCall
+from lowtide.runtime.online_calls import OnlineCalls
+from lowtide.settings import Settings
+
+_TRIED = 4  # steps
+
+
+class OnlineInstead:
+    """What is known of a model for that. ``budget_bytes``: the most that a call by a plan was given, once it is to be so."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._may_be = settings.on_capture_error == "parts" and settings.offload is None
+        self._grows = is_percentage(settings.given)
+        self._largest_bytes = 0  # of the arguments of calls by plans
+        self._passes: int | None = None  # by plans, when the latest call had been made
+        self._are_its_own = True
+        self._seconds = 0.0  # of a call that is captured
+        self.budget_bytes, self.device = 0, torch.device("cpu")
+
+    def watch(self, inputs: Sequence[torch.Tensor], states: int) -> None:
+        """A call with these flat inputs may run by a plan, the first ``states`` of which are the model's."""
+        self.device = device_of_inputs(inputs)
+        self._largest_bytes = max(self._largest_bytes, _bytes(inputs[states:]))
+        self._are_its_own &= self._passes in (None, ModelCall.begun)
+
+    def called(self) -> None:
+        """The call has been made."""
+        self._passes = ModelCall.begun
+
+    def takes_over(self, budget_bytes: int, seconds: float) -> None:
+        """From calls by plans, which were given and took as much."""
+        self.budget_bytes, self._seconds = budget_bytes, seconds
+
+    def is_possible(self, arguments: Any) -> bool:
+        """Whether the steps of the model are its own: no other model ran by plans, and none comes before it."""
+        if not (self._may_be and self._are_its_own):
+            return False
+        return all(one.grad_fn is None for one in structure.flatten(arguments)[0])
+
+    def calls(self, online: OnlineCalls, budget_bytes: int) -> OnlineCalls | None:
+        """By what later calls run, where the latest ran ``online`` and one by a plan was given so many bytes since; ``None``
+        where captures are quicker."""
+        slower = len(online.step_seconds) >= _TRIED and min(online.step_seconds) > self._seconds
+        if not self.budget_bytes or not (slower or budget_bytes > self.budget_bytes):
+            return online
+        online.leave()
+        self.budget_bytes = max(budget_bytes, self.budget_bytes)
+        return None if slower else OnlineCalls(self.budget_bytes, self.device)
+
+    def wants_plan(self, arguments: Any) -> bool:
+        """Whether a call is larger than all that were planned, so that a budget in percent has to grow with it."""
+        larger = self._grows and self.budget_bytes > 0
+        return larger and _bytes(structure.flatten(arguments)[0]) > self._largest_bytes
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(one.nbytes for one in tensors if one.layout is torch.strided and not one.is_nested)

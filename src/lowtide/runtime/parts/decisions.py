@@ -1,0 +1,149 @@
+"""What operators decide: numbers that Python reads from tensors, and discrete results of continuous values. Noted in one run of
+a module, and taken over in the next.
+
+Few operators decide, and a dispatch mode would send all of them through Python. So those few have kernels under a key of the
+dispatcher that PyTorch has a place for below autograd and nothing registered under (``Fake``): it is switched on inside of a
+run, and all other operators fall through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
+
+from lowtide.dynamic.patches import UncompiledMode, uncompiled
+from lowtide.errors import ExecutionError
+
+_ATEN = torch.ops.aten
+DECIDING = {  # operators that make something discrete of continuous values, or a number of Python's of a tensor
+    _ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.nonzero.default, _ATEN.multinomial.default,
+    _ATEN.topk.default, _ATEN.kthvalue.default, _ATEN.mode.default, _ATEN.sort.default, _ATEN.sort.stable,
+    _ATEN.argmax.default, _ATEN.argmin.default, _ATEN.max.dim, _ATEN.min.dim,
+    _ATEN.bucketize.Tensor, _ATEN.searchsorted.Tensor,
+    _ATEN.lt.Scalar, _ATEN.le.Scalar, _ATEN.gt.Scalar, _ATEN.ge.Scalar, _ATEN.eq.Scalar, _ATEN.ne.Scalar,
+    _ATEN.lt.Tensor, _ATEN.le.Tensor, _ATEN.gt.Tensor, _ATEN.ge.Tensor, _ATEN.eq.Tensor, _ATEN.ne.Tensor,
+}  # fmt: skip
+_KEY = "Fake"
+_NOTHING: tuple[Any, Any] = (None, None)
+_DISCRETE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_TRACED = (FakeTensor, FunctionalTensor)
+_registered: list[torch.library.Library] = []  # they end with their kernels
+
+Decide = Callable[..., Any]  # of an operator and its arguments
+
+
+class _Deciding(threading.local):
+    by: Decide | None = None
+
+
+_deciding = _Deciding()
+
+
+@contextlib.contextmanager
+def recording(decisions: list[Any]) -> Iterator[None]:
+    """Inside, ``decisions`` grow by what this thread's operators decide."""
+
+    def decide(operator: Any, *args: Any, **kwargs: Any) -> Any:
+        result = operator(*args, **kwargs)
+        decisions.append((operator, pytree.tree_map(_discrete, result)))
+        return result
+
+    with _decided_by(decide):
+        yield
+
+
+@contextlib.contextmanager
+def replaying(decisions: Sequence[Any]) -> Iterator[None]:
+    """Inside, this thread's operators decide as they did before. ``ExecutionError`` where others are to."""
+    left = iter(list(decisions))
+
+    def decide(operator: Any, *args: Any, **kwargs: Any) -> Any:
+        known, decided = next(left, _NOTHING)
+        if known is not operator:
+            raise ExecutionError(
+                "a module that is run again in the backward pass does something else than in the forward pass "
+                f"({operator} instead of {known}): it depends on what lies outside of the model. Run the model under "
+                "lowtide.online."
+            )
+        leaves, spec = pytree.tree_flatten(decided)
+        if all(leaf is not None for leaf in leaves):
+            return pytree.tree_unflatten([_copied(leaf) for leaf in leaves], spec)
+        results = pytree.tree_leaves(operator(*args, **kwargs))
+        chosen = [new if old is None else _copied(old) for old, new in zip(leaves, results, strict=True)]
+        return pytree.tree_unflatten(chosen, spec)
+
+    with _decided_by(decide):
+        yield
+
+
+@contextlib.contextmanager
+def _decided_by(decide: Decide) -> Iterator[None]:
+    key = _key()
+    around = _Mode(decide) if key is None else torch._C._IncludeDispatchKeyGuard(key)
+    before, _deciding.by = _deciding.by, decide
+    try:
+        with around:
+            yield
+    finally:
+        _deciding.by = before
+
+
+@functools.cache
+def _key() -> Any:
+    """The dispatcher's key, under which the kernels are registered now; ``None`` where this build of PyTorch has none."""
+    try:
+        key: Any = torch._C._dispatch_key_parse(_KEY)
+        below = torch._C.DispatchKeySet(key)
+        library: Any = torch.library.Library
+        every, own = library("_", "IMPL", _KEY), library("aten", "IMPL", _KEY)
+        every.fallback(torch.library.fallthrough_kernel)
+        for operator in DECIDING:
+            own.impl(operator, _kernel(operator, below), _KEY)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    _registered.extend((every, own))
+    return key
+
+
+def _kernel(operator: Any, below: Any) -> Decide:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            decide = _deciding.by
+            if decide is None or any(
+                isinstance(one, _TRACED) for one in args
+            ):  # what is compiled meanwhile decides nothing
+                return operator(*args, **kwargs)
+            return decide(operator, *args, **kwargs)
+
+    return run
+
+
+class _Mode(UncompiledMode):
+    """Where there is no key."""
+
+    def __init__(self, decide: Decide) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.decide = decide
+
+    @uncompiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.decide(func, *args, **(kwargs or {})) if func in DECIDING else func(*args, **(kwargs or {}))
+
+
+def _discrete(value: Any) -> Any:
+    """What is kept of a result: all that is no tensor of continuous values."""
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.dtype in _DISCRETE else None
+    return value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
