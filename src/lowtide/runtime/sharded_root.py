@@ -83,8 +83,8 @@ class ShardedRoot:
         if not self.order.change(program, made.schedule):
             raise PlanError(
                 f"within {made.budget_bytes} bytes this call of {name} needs its collectives in another order than the ranks "
-                "have settled on, and not all of them have calls of these shapes. Give rematerialize the largest sample that there "
-                "will be, so that its plan serves all, or raise the budget."
+                "have settled on, and not all of them have calls of these shapes. Give rematerialize the largest sample that "
+                "there will be, so that its plan serves all, or raise the budget."
             )
         forget()
         return program, made
