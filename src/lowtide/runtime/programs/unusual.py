@@ -8,6 +8,7 @@ from collections import Counter
 from lowtide.runtime.programs.entry import Signature
 
 _MANY = 16  # calls apart: more than half of all may then be no more
+_MOST_NOTED = 256  # ways in which calls go
 
 
 class UnusualCallError(Exception):
@@ -27,6 +28,9 @@ class UnusualCalls:
         return self._why.get((key, expected), "")
 
     def note(self, key: Signature, expected: tuple[bool, ...], why: str) -> None:
+        if len(self._why) >= _MOST_NOTED:
+            self._why.clear()
+            self._calls.clear()
         self._why[key, expected] = why
 
     def are_usual(self, key: Signature, calls: int) -> bool:
