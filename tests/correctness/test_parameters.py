@@ -173,6 +173,7 @@ class _TrainedBuffer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.early else x * self.scale
         x = self.layer(x) * self.scale.requires_grad_()
+        x = x + self.scale.requires_grad_()
         self.teacher.weight.requires_grad = False
         return (x - self.teacher(x)).square().mean()
 

@@ -74,7 +74,8 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
         self.reads = reads
         self.replaced = replaced_methods()
         self.early = set[int]()
-        self._unread = {id(tensor): number for number, tensor in enumerate(state)}
+        self._numbers = {id(tensor): number for number, tensor in enumerate(state)}
+        self._read = set[int]()  # ids
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if id(func) in self.replaced:
@@ -123,17 +124,18 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
         """Whether a call has a tensor that nothing has read require a gradient otherwise than it does. Other calls read."""
         if func in _REQUIRING:
             number, wanted = (
-                self._unread.get(id(args[0])),
+                self._numbers.get(id(args[0])),
                 args[1] if len(args) > 1 else kwargs.get("requires_grad", True),
             )
-            if number is None or wanted == args[0].requires_grad:
+            if number in self.early:
+                return bool(wanted != args[0].requires_grad)  # once more
+            if number is None or wanted == args[0].requires_grad or id(args[0]) in self._read:
                 return False
             self.early.add(number)
             return True
         if func not in _DESCRIBING:
             for one in (*args, *kwargs.values()):
-                for each in one if isinstance(one, (list, tuple)) else (one,):
-                    self._unread.pop(id(each), None)
+                self._read.update(map(id, one) if isinstance(one, (list, tuple)) else (id(one),))
         return False
 
     def _has_none(self, tensor: torch.Tensor) -> bool:
