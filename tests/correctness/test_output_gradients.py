@@ -230,10 +230,13 @@ class _Weighted(nn.Module):
         if self.beside == "auxiliary":
             return {"logits": self.head(hidden), "scalar": self.router(hidden).softmax(-1).square().mean()}
         logits = self.head(hidden)
+        if self.beside == "terms":
+            terms = logits.square().mean(), self.router(hidden).abs().mean()
+            return {"first": terms[0], "logits": logits, "loss": terms[0] + 0.1 * terms[1], "second": terms[1]}
         return {"logits": logits.softmax(-1), "scalar": logits.square().mean()}
 
 
-@pytest.mark.parametrize(("beside", "expected"), [("parameter", 2), ("auxiliary", 2), ("loss", 1)])
+@pytest.mark.parametrize(("beside", "expected"), [("parameter", 2), ("auxiliary", 2), ("loss", 1), ("terms", 1)])
 def test_results_that_scalars_know_nothing_of(beside: str, expected: int) -> None:
     """The budget that is accepted at first suffices for the backward pass."""
     program = capture(_Weighted(beside), (torch.randn(4, 8),)).program

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lowtide.objects import structure
-from lowtide.program.results import GradientMask, below
+from lowtide.program.results import GradientMask, below, below_nodes
 
 
 def fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
@@ -20,17 +20,18 @@ def fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
 
 
 def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested, states: Collection[int] = ()) -> GradientMask:
-    """Which results a gradient will come back for: the scalars where there are some, with the results that depend on parameters
-    of which the scalars know nothing (a scalar may be a part of a loss outside), else all that can have one. What the model
-    wrote into its arguments counts where it returned nothing of the kind, and what it left in attributes where it did
-    neither; ``states``, which it left in buffers with their history, where there is no scalar: the next call goes on from them.
+    """Which results a gradient will come back for: the scalars where there are some, but for those that others of them are
+    computed from, with the results that depend on parameters of which these know nothing (a scalar may be a part of a loss
+    outside), else all that can have one. What the model wrote into its arguments counts where it returned nothing of the kind,
+    and what it left in attributes where it did neither; ``states``, which it left in buffers with their history, where there
+    is no scalar: the next call goes on from them.
 
     Only a guess. A backward pass that disagrees makes a program for what it really got.
     """
     returned, _, written = (frozenset(structure.slots(leaf)) for leaf in result.leaves)
     able = [index for index, tensor in enumerate(results) if tensor.requires_grad]
     inner = [index for index in able if index in returned] or [index for index in able if index in written]
-    chosen = [index for index in inner if results[index].numel() == 1]
+    chosen = _outermost([index for index in inner if results[index].numel() == 1], results)
     carried = structure.slots_in_objects(result)
     if chosen:
         known = below([results[index] for index in chosen])
@@ -39,6 +40,13 @@ def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested, states
     else:
         chosen = [*([index for index in inner if index not in carried] or inner or able), *states]
     return tuple(index in chosen for index in range(len(results)))
+
+
+def _outermost(chosen: Sequence[int], results: Sequence[torch.Tensor]) -> list[int]:
+    """Those that none of the others is computed from: of a loss that is returned beside its terms, the sum."""
+    nodes = [results[index].grad_fn for index in chosen]
+    within = below_nodes(child for node in nodes if node is not None for child, _ in node.next_functions)
+    return [index for index, node in zip(chosen, nodes, strict=True) if node not in within]
 
 
 def _is_leaf(node: Any) -> bool:

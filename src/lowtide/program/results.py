@@ -9,7 +9,7 @@ which of the results a gradient is expected for: a call may go on in a program f
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -197,8 +197,13 @@ def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Ten
 
 def below(results: Sequence[torch.Tensor], known: Collection[Any] = frozenset()) -> set[Any]:
     """The nodes of the autograd graph that these depend on, beside those that are known with all below them."""
+    return below_nodes((result.grad_fn for result in results), known)
+
+
+def below_nodes(nodes: Iterable[Any], known: Collection[Any] = frozenset()) -> set[Any]:
+    """These nodes and those that they depend on, beside those that are known with all below them."""
     found: set[Any] = set()
-    waiting: list[Any] = [result.grad_fn for result in results]
+    waiting: list[Any] = [*nodes]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in found and node not in known:
