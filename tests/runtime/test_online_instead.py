@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import lowtide
 from lowtide.runtime.online_instead import OnlineInstead
 from lowtide.runtime.programs import kin
+from lowtide.settings import Settings
 
 WIDTH = 32
 
@@ -150,6 +151,20 @@ def test_what_is_a_part_of_a_larger_step_is_captured_all_the_same(caplog: pytest
 
     model = _trained(_Lengths(), scaled, 20, "90%")
     assert not model.forward.is_online and model.forward.entries
+
+
+@pytest.mark.parametrize(
+    "given", [{"arena": True}, {"chunked_loss": True}, {"on_capture_error": "error"}, {"offload": "disk"}]
+)
+def test_what_was_asked_for_stays(given: dict[str, object]) -> None:
+    assert not OnlineInstead(Settings(**{"budget": "60%", "on_capture_error": "parts", **given})).is_possible([])  # type: ignore[arg-type]
+
+
+def test_without_a_budget_there_is_no_way_out() -> None:
+    instead = OnlineInstead(Settings(budget="60%", on_capture_error="parts"))
+    assert instead.is_possible([])
+    instead.takes_over(0, 1.0)
+    assert not instead.is_possible([])
 
 
 class _Packed(nn.Module):

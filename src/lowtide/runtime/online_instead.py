@@ -17,6 +17,7 @@ from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.online_calls import OnlineCalls
 from lowtide.settings import Settings
+from lowtide.sharing.agreement import several_processes
 
 _TRIED = 4  # steps
 
@@ -25,7 +26,10 @@ class OnlineInstead:
     """What is known of a model for that. ``budget_bytes``: the most that a call by a plan was given, once it is to be so."""
 
     def __init__(self, settings: Settings) -> None:
-        self._may_be = settings.on_capture_error == "parts" and settings.offload is None
+        plain = (
+            settings.compiler == "eager" and settings.offload is None and not (settings.chunked_loss or settings.arena)
+        )
+        self._may_be = plain and settings.on_capture_error == "parts"
         self._grows = is_percentage(settings.given)
         self._largest_bytes = 0  # of the arguments of calls by plans
         self._passes: int | None = None  # by plans, when the latest call had been made
@@ -46,10 +50,12 @@ class OnlineInstead:
     def takes_over(self, budget_bytes: int, seconds: float) -> None:
         """From calls by plans, which were given and took as much."""
         self.budget_bytes, self._seconds = budget_bytes, seconds
+        self._may_be &= budget_bytes > 0
 
     def is_possible(self, arguments: Any) -> bool:
-        """Whether the steps of the model are its own: no other model ran by plans, and none comes before it."""
-        if not (self._may_be and self._are_its_own):
+        """Whether the steps of the model are its own: no other model ran by plans, none comes before it, and no other process
+        waits for its plans."""
+        if not (self._may_be and self._are_its_own) or several_processes():
             return False
         return all(one.grad_fn is None for one in structure.flatten(arguments)[0])
 

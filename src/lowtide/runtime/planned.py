@@ -37,6 +37,7 @@ from lowtide.runtime.programs.programs import Programs
 from lowtide.runtime.programs.unusual import UnusualCalls
 from lowtide.runtime.transforms import is_transformed
 from lowtide.settings import Settings
+from lowtide.sharing.agreement import several_processes
 from lowtide.sharing.pass_budget import pass_bytes
 from lowtide.stage_times import stage_seconds
 
@@ -288,7 +289,7 @@ class Planned(Programs):
                 with self.recaptures.unexpected(known, self.model, expected):
                     return self._make(key, sample)
             may_go_without = self._may_go_without(inputs)
-            if may_go_without:
+            if may_go_without and not several_processes():  # each would find another time to do so
                 self.recaptures.refuse_more()
             if known:
                 self.recaptures.changed(key, known, self._latest(key), self.model, inputs, may_go_without)
