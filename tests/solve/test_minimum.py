@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from lowtide.ir import simulate
-from lowtide.solve import Problem, minimum_peak, solve
+from lowtide.solve import Problem, minimum, minimum_peak, solve
 from lowtide.solve.minimum import lowest_candidate, quicker
 from lowtide.solve.search.portfolio import make_portfolio
 from tests.solve.brute_force import brute_force
@@ -42,6 +44,29 @@ def test_what_is_found_is_found_again_with_a_target(seed: int) -> None:
     sooner = lowest_candidate(portfolio, easy)
     assert found.peak_bytes <= sooner.peak_bytes <= easy
     assert sooner.recompute_ns <= found.recompute_ns
+
+
+def test_what_was_asked_before_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As whoever tries several budgets, or several ways to meet one, asks it. Another question has another answer."""
+    monkeypatch.setattr(minimum, "_answers", {})
+    graph, costs = random_graph(5, 80)
+    first = lowest_candidate(make_portfolio(graph, costs, 0), 0)
+    searched = minimum._lowered
+    asked: list[int] = []
+    monkeypatch.setattr(minimum, "_lowered", lambda *one: asked.append(one[1]) or searched(*one))
+    again = lowest_candidate(make_portfolio(graph, costs, 0), 0)
+    assert not asked
+    assert again.codes.tolist() == first.codes.tolist() and again[1:] == first[1:]
+    others = [(make_portfolio(graph, costs, 1), 0), (make_portfolio(graph, costs, 0), first.peak_bytes)]
+    others.append((make_portfolio(graph, dataclasses.replace(costs, time_ns=costs.time_ns * 2), 0), 0))
+    for portfolio, target in others:
+        asked.clear()
+        lowest_candidate(portfolio, target)
+        assert asked
+    monkeypatch.setattr(minimum, "_lowered", lambda *_: first)
+    for seed in range(2, 2 + minimum._KEPT):
+        lowest_candidate(make_portfolio(graph, costs, seed), 0)
+    assert len(minimum._answers) == minimum._KEPT
 
 
 def test_short_runs_stay_within_the_budget_and_save_time() -> None:

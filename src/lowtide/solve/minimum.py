@@ -14,6 +14,7 @@ from lowtide.solve.model.sweep import Candidate, lowest, quickest
 from lowtide.solve.search.memory_paths import affordable, least_peak, shortest
 from lowtide.solve.search.portfolio import AnnealRun, Portfolio, make_portfolio
 from lowtide.solve.threads import in_threads
+from lowtide.store.keys import content_key
 
 # The search for the lowest peak: rounds of short runs, each two lines on.
 _ROUND = 12_000  # iterations of a run, about a tenth of a second
@@ -24,6 +25,8 @@ _FIRST_STREAM, _HEATS = 512, (0.1, 3.0)  # first temperatures, in mean node time
 _FEW_NODES = 64
 _ABOVE = (1.0, 1.02)  # times the least budget: what is said of budgets at and just above it
 _QUICKER_STREAM, _QUICKER_HEATS = 50, (2.0, 0.3)
+_KEPT = 64  # answers, which whoever tries budgets for a program asks for again and again
+_answers: dict[str, Candidate] = {}  # by what was asked, the latest last
 
 
 def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedule]:
@@ -61,8 +64,20 @@ def starting_points(portfolio: Portfolio) -> list[Candidate]:
 def lowest_candidate(portfolio: Portfolio, target_bytes: int, variant: int = 0) -> Candidate:
     """The smallest peak that a search reaches from the lowest starting points, or at most ``target_bytes`` once reached.
     Independent of any budget but for the early end, so that what it finds can be found again. In graphs of a few nodes another
-    search takes all times for equal, so that what is found hardly depends on them. ``variant``: other random numbers."""
+    search takes all times for equal, so that what is found hardly depends on them. ``variant``: other random numbers.
+
+    Answers to the latest questions are kept: they depend on nothing else than what is asked."""
     target_bytes = max(target_bytes, working_set_bound(portfolio.graph, portfolio.costs))  # nothing goes below that
+    key = content_key(portfolio.model, portfolio.seed, target_bytes, variant)
+    found = _answers.pop(key, None) or _lowest(portfolio, target_bytes, variant)
+    _answers[key] = found
+    for older in [*_answers][:-_KEPT]:
+        _answers.pop(older, None)
+    return found
+
+
+def _lowest(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate:
+    """The answer itself."""
     found = _lowered(portfolio, target_bytes, variant)
     if found.peak_bytes <= target_bytes or portfolio.model.nodes > _FEW_NODES:
         return found
@@ -71,12 +86,12 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int, variant: int = 0) 
     return lowest([found, *portfolio.measure([again.codes])])
 
 
-def _lowered(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate:
+def _lowered(portfolio: Portfolio, target_bytes: int, variant: int, most: int = _ROUND) -> Candidate:
     """What rounds make of the lowest starting point, and of the lowest without block programs, until nothing lower came up for
-    some rounds."""
+    some rounds. ``most``: iterations of a run, about."""
     plain = lowest(starting_points(portfolio))
     best = lowest([plain, *portfolio.blocks(plain.peak_bytes)])
-    lines, iterations = [best, plain], _iterations(portfolio)
+    lines, iterations = [best, plain], _iterations(portfolio, most)
     patience = _PATIENCE if portfolio.model.nodes > _SMALL_NODES else _JOIN
     last = 0  # the round in which the best was found
     for number in range(1, _ROUNDS + 1):
@@ -93,9 +108,9 @@ def _lowered(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate
     return best
 
 
-def _iterations(portfolio: Portfolio) -> int:
+def _iterations(portfolio: Portfolio, most: int = _ROUND) -> int:
     """Of a short run."""
-    return min(portfolio.iterations, _ROUND + portfolio.model.nodes)
+    return min(portfolio.iterations, most + portfolio.model.nodes)
 
 
 def sequence_within(graph: Graph, costs: Costs, budget_bytes: int) -> tuple[int, tuple[int, ...]]:
