@@ -42,11 +42,13 @@ _COUNTING = re.compile(
 
 
 class Names(NamedTuple):
-    """What code reads: global variables, attributes of anything, and modules that it imports while it runs."""
+    """What code reads: global variables, attributes of anything, those among them that it asks for by ``spelled`` names, and
+    may find not to be there, and modules that it imports while it runs."""
 
     variables: frozenset[str]
     attributes: frozenset[str]
     modules: frozenset[str]
+    spelled: frozenset[str] = frozenset()
 
     @property
     def all(self) -> frozenset[str]:
@@ -66,7 +68,7 @@ def names_in(code: types.CodeType) -> Names:
         return names
     constants = (constant for part in codes(code) for constant in part.co_consts)
     spelled = frozenset(one for one in constants if isinstance(one, str) and one.isidentifier())
-    return names._replace(attributes=names.attributes | spelled)
+    return names._replace(attributes=names.attributes | spelled, spelled=spelled)
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -212,9 +214,13 @@ def _is_of_library(kind: type) -> bool:
     return issubclass(kind, Mapping) and not is_standard(kind.__module__)
 
 
-def attributes_named(function: types.FunctionType) -> frozenset[str]:
-    """What the code of a function of the user's may name as attributes of anything, and the functions that it looks up."""
-    return frozenset() if is_installed(function.__code__.co_filename) else names_in(function.__code__).all
+def attributes_named(function: types.FunctionType) -> tuple[frozenset[str], frozenset[str]]:
+    """What the code of a function of the user's may name as attributes of anything, and the functions that it looks up; and
+    which attributes it spells (``getattr(x, "scale", 1)``)."""
+    if is_installed(function.__code__.co_filename):
+        return frozenset(), frozenset()
+    names = names_in(function.__code__)
+    return names.all, names.spelled
 
 
 @functools.lru_cache(maxsize=1 << 14)
