@@ -30,6 +30,7 @@ _LOADING = (*_GLOBAL, *_ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_D
 _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
 BY_COMPUTED_NAME = {"getattr", "vars", "__dict__"}  # reach any attribute of a module
 _COMPARING = frozenset({"IS_OP", "CONTAINS_OP", "COMPARE_OP"})
+_IMPORTING = {"import_module", "__import__"}  # functions that find a module under a name
 _OWN_NAMESPACE = {"globals", "eval", "exec"}  # reach any variable
 _ADDING = {"append", "appendleft", "extend", "add", "update"}  # methods of containers that return nothing
 # Methods that no code names where it calls them.
@@ -184,7 +185,7 @@ def value_in(copied: types.FunctionType, variable: Named, value: Any) -> Any:
 def _found_by_name(function: types.FunctionType) -> Iterable[str]:
     """Modules of the user's that code may find under their names: those that it spells or, where it spells none, all."""
     names = names_in(function.__code__).all
-    if "import_module" not in names and not {"sys", "modules"} <= names:
+    if not names & _IMPORTING and not {"sys", "modules"} <= names:
         return ()
     theirs = {name for name, module in [*sys.modules.items()] if module is not None and not is_library(module)}
     constants = {one for part in codes(function.__code__) for one in part.co_consts if isinstance(one, str)}
