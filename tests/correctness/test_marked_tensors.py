@@ -71,6 +71,20 @@ def _deleted_gradient(model: Any, x: torch.Tensor) -> None:
     del x.grad
 
 
+def _retained(model: Any, x: torch.Tensor) -> None:
+    """As maps of what a network looks at are made (Grad-CAM)."""
+    model.seen = torch.tanh(model.first(x)) * 2
+    model.seen.retain_grad()
+
+
+class _Seen(_Doing):
+    """Goes on with what it did."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.do(self, x)
+        return self.last(self.seen)  # type: ignore[no-any-return]
+
+
 def _step(model: Any, x: torch.Tensor) -> Any:
     out = model(x)
     out.sum().backward()
@@ -96,6 +110,17 @@ def test_what_stays_on_tensors_is_left_to_eager_code(do: _Called, message: str) 
     assert_as_eager(lambda: _Doing(do), lambda model, number: _step(model, x[next(models) // 4]))
     with pytest.raises(lowtide.CaptureError, match=message):
         lowtide.rematerialize(_Doing(do), (x[0],), budget="100%", on_capture_error="error")
+
+
+def test_gradients_that_a_model_retains_are_there() -> None:
+    def step(model: Any, number: int) -> Any:
+        out = model(torch.ones(3, 4))
+        out.square().sum().backward()
+        return out, model.seen.grad
+
+    assert_as_eager(lambda: _Seen(_retained), step)
+    with pytest.raises(lowtide.CaptureError, match=r"retain_grad\(\)"):
+        lowtide.rematerialize(_Seen(_retained), (torch.ones(3, 4),), budget="100%", on_capture_error="error")
 
 
 def _adds_gradients(model: Any, x: torch.Tensor) -> None:

@@ -141,6 +141,10 @@ _CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
     "faults": (lambda: faulthandler.disable(), lambda s: 1.0 + faulthandler.is_enabled(), lambda s: faulthandler.enable(file=sys.__stderr__)),
     "time-out of sockets": (lambda: socket.setdefaulttimeout(1.0), lambda s: socket.getdefaulttimeout(), lambda s: socket.setdefaulttimeout(2.0)),
     "flag of a backend by another name": (lambda: setattr(_BACKEND, "benchmark", False), lambda s: 1.0 + _BACKEND.benchmark, lambda s: setattr(_BACKEND, "benchmark", True)),
+    "module by its name": (lambda: None, lambda s: __import__("tests.fuzz.changed", fromlist=["Thing"]).Thing.number, lambda s: setattr(Thing, "number", 2.0)),
+    "attribute that a library's module gets": (lambda: None, lambda s: getattr(sys, "lowtide_test", 1.0), lambda s: setattr(sys, "lowtide_test", 2.0)),
+    "attribute that a module of PyTorch's gets": (lambda: None, lambda s: 1.0 + hasattr(torch.nn, "lowtide_test"), lambda s: setattr(torch.nn, "lowtide_test", 2.0)),
+    "attribute that tensors get": (lambda: None, lambda s: getattr(torch.ones(1), "lowtide_test", 1.0), lambda s: setattr(torch.Tensor, "lowtide_test", 2.0)),
 }  # fmt: skip
 _ARRAY = np.ones(3)
 _FLAT = _ARRAY.flat
@@ -171,6 +175,10 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _LIST[:] = [1.0]
     _TABLE["number"] = _STRUCTURE.value = Kinds.TABLE.value["number"] = 1.0
     vars(_OPTIONS).pop("more", None)
+    Thing.number = 1.0
+    for owner in (sys, torch.nn, torch.Tensor):
+        if hasattr(owner, "lowtide_test"):
+            delattr(owner, "lowtide_test")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _CASES.items()])

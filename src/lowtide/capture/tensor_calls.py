@@ -22,7 +22,7 @@ from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods
 from lowtide.capture.trace.value_gradients import with_value_gradient
-from lowtide.capture.trace.writes import GET_GRADIENT, assigned_data, refuse_gradients
+from lowtide.capture.trace.writes import GET_GRADIENT, assigned_data, refuse_gradients, refuse_retained
 from lowtide.errors import CaptureError
 from lowtide.program.distributed.local import has_distributed, is_distributed, local_of
 from lowtide.program.source import user_source
@@ -99,6 +99,7 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
         if has_distributed():
             _refuse_unregistered((args, kwargs))
         refuse_gradients(func, args, self.given)
+        refuse_retained(func, args, self.state)
         if args:
             refuse_unknown(func, sys._getframe(1), args[0], self.given)
         if func in (IS_LEAF, GRAD_FN) and any(args[0] is one for one in self.given):

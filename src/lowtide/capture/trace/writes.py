@@ -87,6 +87,15 @@ def refuse_gradients(func: Any, args: Sequence[Any], given: Sequence[torch.Tenso
         )
 
 
+def refuse_retained(func: Any, args: Sequence[Any], state: Sequence[torch.Tensor]) -> None:
+    """Raises ``CaptureError`` for ``retain_grad()`` of what may be no leaf: for parameters and buffers it does nothing."""
+    if func is torch.Tensor.retain_grad and not any(args[0] is tensor for tensor in state):
+        raise CaptureError(
+            "the forward pass calls retain_grad() on what it computes, or on an argument, whose gradient planned calls would "
+            "not put there. Leave that to code around the model, or run it in parts or under lowtide.online."
+        )
+
+
 class GradientRequiredError(CaptureError):
     """The forward pass has some of the model's own ``tensors`` require a gradient, or none any more, before it reads them: it
     is one program where they do so already when it begins."""

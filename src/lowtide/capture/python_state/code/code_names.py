@@ -30,6 +30,7 @@ _LOADING = (*_GLOBAL, *_ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_D
 _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
 BY_COMPUTED_NAME = {"getattr", "vars", "__dict__"}  # reach any attribute of a module
 _COMPARING = frozenset({"IS_OP", "CONTAINS_OP", "COMPARE_OP"})
+_IMPORTING = {"import_module", "__import__"}  # functions that find a module under a name
 _OWN_NAMESPACE = {"globals", "eval", "exec"}  # reach any variable
 _ADDING = {"append", "appendleft", "extend", "add", "update"}  # methods of containers that return nothing
 # Methods that no code names where it calls them.
@@ -42,11 +43,13 @@ _COUNTING = re.compile(
 
 
 class Names(NamedTuple):
-    """What code reads: global variables, attributes of anything, and modules that it imports while it runs."""
+    """What code reads: global variables, attributes of anything, those among them that it asks for by ``spelled`` names, and
+    may find not to be there, and modules that it imports while it runs."""
 
     variables: frozenset[str]
     attributes: frozenset[str]
     modules: frozenset[str]
+    spelled: frozenset[str] = frozenset()
 
     @property
     def all(self) -> frozenset[str]:
@@ -66,7 +69,7 @@ def names_in(code: types.CodeType) -> Names:
         return names
     constants = (constant for part in codes(code) for constant in part.co_consts)
     spelled = frozenset(one for one in constants if isinstance(one, str) and one.isidentifier())
-    return names._replace(attributes=names.attributes | spelled)
+    return names._replace(attributes=names.attributes | spelled, spelled=spelled)
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -182,7 +185,7 @@ def value_in(copied: types.FunctionType, variable: Named, value: Any) -> Any:
 def _found_by_name(function: types.FunctionType) -> Iterable[str]:
     """Modules of the user's that code may find under their names: those that it spells or, where it spells none, all."""
     names = names_in(function.__code__).all
-    if "import_module" not in names and not {"sys", "modules"} <= names:
+    if not names & _IMPORTING and not {"sys", "modules"} <= names:
         return ()
     theirs = {name for name, module in [*sys.modules.items()] if module is not None and not is_library(module)}
     constants = {one for part in codes(function.__code__) for one in part.co_consts if isinstance(one, str)}
@@ -212,9 +215,13 @@ def _is_of_library(kind: type) -> bool:
     return issubclass(kind, Mapping) and not is_standard(kind.__module__)
 
 
-def attributes_named(function: types.FunctionType) -> frozenset[str]:
-    """What the code of a function of the user's may name as attributes of anything, and the functions that it looks up."""
-    return frozenset() if is_installed(function.__code__.co_filename) else names_in(function.__code__).all
+def attributes_named(function: types.FunctionType) -> tuple[frozenset[str], frozenset[str]]:
+    """What the code of a function of the user's may name as attributes of anything, and the functions that it looks up; and
+    which attributes it spells (``getattr(x, "scale", 1)``)."""
+    if is_installed(function.__code__.co_filename):
+        return frozenset(), frozenset()
+    names = names_in(function.__code__)
+    return names.all, names.spelled
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.python_state.code.code_names import BY_COMPUTED_NAME, OPERATORS, is_code, is_library
+from lowtide.capture.python_state.code.code_names import (
+    BY_COMPUTED_NAME,
+    OPERATORS,
+    attributes_named,
+    is_code,
+    is_library,
+)
 from lowtide.capture.python_state.guards.reads import Reads
 from lowtide.objects.walk import ABSENT, PLAIN, current
 
@@ -24,11 +30,17 @@ class Namespaces:
     what is found there, twice, and where."""
 
     def __init__(self, reads: Reads, reach: Callable[[Any, Any, str], None]) -> None:
-        self.attributes: set[str] = set()
+        self.attributes, self._spelled = set[str](), set[str]()
         self._reads, self._reach = reads, reach
         self._owners: dict[int, tuple[Any, str]] = {}
         self._reached: set[tuple[int, str]] = set()
         self._named = (0, 0)  # how many of both were looked at
+
+    def read(self, function: types.FunctionType) -> None:
+        """Add the attributes that code of the user's names."""
+        names, spelled = attributes_named(function)
+        self.attributes |= names
+        self._spelled |= spelled
 
     def add(self, owner: Any, text: str) -> bool:
         """Whether it is a new one."""
@@ -57,7 +69,7 @@ class Namespaces:
             return
         for name in sorted(self.attributes | OPERATORS):
             method = current("class", torch.Tensor, name)
-            if method is not ABSENT:
+            if method is not ABSENT or name in self._spelled:
                 self._reads.note("class", torch.Tensor, name, method, f"torch.Tensor.{name}")
         for owner, text in [*self._owners.values()]:
             own = vars(owner)
@@ -67,6 +79,8 @@ class Namespaces:
                     named = [
                         name for name in named if is_code(own[name]) or isinstance(own[name], (*PLAIN, logging.Logger))
                     ]
+                    for name in sorted(self._spelled - own.keys()):  # ``getattr(sys, "debug", 0)``
+                        self._reads.note("item", own, name, ABSENT, f"{text}.{name}")
                 anything = self.attributes & BY_COMPUTED_NAME and not is_library(owner)
                 if self.attributes & _WHETHER and not is_library(owner):
                     self._reads.note_names(owner, own, text)

@@ -230,7 +230,7 @@ class Observer:
             self._reach(vars(module).get("__getattr__"), None, "")
 
     def _look_at_function(self, seen: types.FunctionType, function: types.FunctionType) -> None:
-        self._namespaces.attributes |= code_names.attributes_named(function)
+        self._namespaces.read(function)
         if not is_installed(function.__code__.co_filename):
             self.compares |= code_names.compares(function.__code__)
         self._numbers.met(function)
