@@ -63,10 +63,14 @@ def test_it_fits_and_one_more_does_not(
             f"import largest_sample\ndef build(mesh):\n    return largest_sample.{target}({passed})\n"
         )
         assert main([command, f"given{given}.py:build", *where[1:]]) == code
-    capsys.readouterr()
-    assert main([command, *where[:-1], "--largest", name]) == 0
+
+
+@needs_known_fsdp2
+@pytest.mark.parametrize("command", ["plan", "fits"])
+def test_what_is_said_of_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "largest_sample:build", *_MESH, "--planner", "auto{effort=0}", "--largest", "batch"]) == 0
     said = capsys.readouterr().out
-    assert f"largest {name}" in said
+    assert "largest batch" in said
     assert "spread over dp=2, fits with a plan" in said
 
 
