@@ -6,14 +6,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from lowtide.solve import minimum
 from lowtide.solve.auto import Auto
-from lowtide.solve.model.sweep import Candidate
-from lowtide.solve.search.portfolio import Portfolio
 from tests.support import wide
 
 # Tests are of planners as they are, not of plans made before.
@@ -68,7 +65,7 @@ def _warm_caches() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def brief_searches() -> Iterator[bool]:
+def brief_searches() -> Iterator[None]:
     """Where no effort is asked for, the first plan that fits is taken, and nothing searches for a better one in the background.
 
     How well plans are searched for is tested where this is overridden: elsewhere it is their execution that matters, and it
@@ -77,24 +74,4 @@ def brief_searches() -> Iterator[bool]:
     with pytest.MonkeyPatch.context() as patch:
         if not wide.is_wide():
             patch.setattr(Auto.__init__, "__defaults__", (0, *Auto.__init__.__defaults__[1:]))
-        yield not wide.is_wide()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def brief_refusals(brief_searches: bool) -> Iterator[None]:
-    """What the least budget is, is found out by runs of an eighth, where searches are brief: how low it is matters to tests of
-    searches alone. A budget that these do not meet and that could be met is searched for as ever."""
-    with pytest.MonkeyPatch.context() as patch:
-        if brief_searches:
-            patch.setattr(minimum, "_lowered", _brief(minimum._lowered))
-            patch.setattr(minimum, "_answers", {})
         yield
-
-
-def _brief(lowered: Callable[..., Candidate]) -> Callable[..., Candidate]:
-    def run(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate:
-        found = lowered(portfolio, target_bytes, variant, minimum._ROUND // 8)
-        hopeless = target_bytes == minimum.working_set_bound(portfolio.graph, portfolio.costs)
-        return found if hopeless or found.peak_bytes <= target_bytes else lowered(portfolio, target_bytes, variant)
-
-    return run

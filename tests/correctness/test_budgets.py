@@ -19,11 +19,6 @@ from tests.support.wide import pairs
 _QUICK = "auto{effort=1}"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def brief_refusals() -> None:
-    """The least budgets that are named are those of whole searches."""
-
-
 def _network() -> nn.Module:
     body = residual_blocks(lambda: nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 32)), 5)
     return WithLoss(body)

@@ -86,12 +86,12 @@ def _lowest(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate:
     return lowest([found, *portfolio.measure([again.codes])])
 
 
-def _lowered(portfolio: Portfolio, target_bytes: int, variant: int, most: int = _ROUND) -> Candidate:
+def _lowered(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate:
     """What rounds make of the lowest starting point, and of the lowest without block programs, until nothing lower came up for
-    some rounds. ``most``: iterations of a run, about."""
+    some rounds."""
     plain = lowest(starting_points(portfolio))
     best = lowest([plain, *portfolio.blocks(plain.peak_bytes)])
-    lines, iterations = [best, plain], _iterations(portfolio, most)
+    lines, iterations = [best, plain], _iterations(portfolio)
     patience = _PATIENCE if portfolio.model.nodes > _SMALL_NODES else _JOIN
     last = 0  # the round in which the best was found
     for number in range(1, _ROUNDS + 1):
@@ -108,9 +108,9 @@ def _lowered(portfolio: Portfolio, target_bytes: int, variant: int, most: int = 
     return best
 
 
-def _iterations(portfolio: Portfolio, most: int = _ROUND) -> int:
+def _iterations(portfolio: Portfolio) -> int:
     """Of a short run."""
-    return min(portfolio.iterations, most + portfolio.model.nodes)
+    return min(portfolio.iterations, _ROUND + portfolio.model.nodes)
 
 
 def sequence_within(graph: Graph, costs: Costs, budget_bytes: int) -> tuple[int, tuple[int, ...]]:
