@@ -7,6 +7,7 @@ computed again (parameters, inputs, results of operators that run once) is a con
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -23,6 +24,8 @@ from lowtide.dynamic.storages import empty, is_empty
 from lowtide.eviction import Pool
 from lowtide.memory.allocators import Meter
 
+_LOG = logging.getLogger(__name__)
+
 
 class Refusal(NamedTuple):
     """An allocation that could not be granted: what was asked for, what was in use, and by how much both are too much."""
@@ -38,15 +41,17 @@ class Memory:
     Whoever reads or changes it holds ``lock``. ``policy``: under "banish", what the program released is forgotten as soon as
     nothing evicted needs it; under "ignore", it is kept until it is evicted. ``recorder``: told of every storage that the
     program let go, as ``on_release`` is. ``limit_bytes``: on the level of ``meter``, ``None`` for no limit. ``refusal``: the
-    last allocation that was refused; ``interruption``: what was raised while room was made for one, where C++ cannot carry it.
+    last allocation that was refused (none where it ``may_exceed`` the limit, but the log says so); ``interruption``: what was
+    raised while room was made for one, where C++ cannot carry it.
     """
 
-    def __init__(self, pool: Pool, meter: Meter, policy: str, recorder: Recorder | None) -> None:
+    def __init__(self, pool: Pool, meter: Meter, policy: str, recorder: Recorder | None, may_exceed: bool) -> None:
         self.pool = pool
         self.meter = meter
         self.banish = policy == "banish"
         self.ignore = policy == "ignore"
         self.recorder = recorder
+        self.may_exceed, self._said = may_exceed, False
         self.on_release: Callable[[Node], None] | None = None
         self.limit_bytes: int | None = None
         self.refusal: Refusal | None = None
@@ -146,6 +151,11 @@ class Memory:
         """Evict until so many bytes can be allocated; false where that cannot be."""
         while self.free_bytes() < wanted_bytes:
             if not self.evict_one():
+                if self.may_exceed:
+                    if not self._said:
+                        _LOG.warning("the online mode goes on above its budget: nothing more can be evicted")
+                    self._said = True
+                    return True
                 self.refusal = Refusal(wanted_bytes, self.meter.level_bytes, wanted_bytes - self.free_bytes())
                 return False
         return True

@@ -45,7 +45,8 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The arguments of ``lowtide.online``, checked. ``habits``: what is known of the program; ``None``: nothing is planned.
-    ``observed``: what is known of its operators."""
+    ``observed``: what is known of its operators. ``may_exceed``: where nothing more can be evicted, the program goes on above
+    the budget."""
 
     budget_bytes: int
     heuristic: str
@@ -57,6 +58,7 @@ class Settings:
     device: torch.device
     habits: Habits | None = None
     observed: Observed = field(default_factory=Observed)
+    may_exceed: bool = False
 
 
 class OnlineMode(UncompiledMode):
@@ -113,7 +115,7 @@ class OnlineRun:
         sample, budget_bytes = settings.sample, settings.budget_bytes
         pool = Pool(heuristic=settings.heuristic, sample=sample, skip_small=sample, seed=settings.seed)
         recorder = None if settings.record is None else Recorder(settings.record, self.device.type, budget_bytes)
-        self.memory = Memory(pool, meter, settings.policy, recorder)
+        self.memory = Memory(pool, meter, settings.policy, recorder, settings.may_exceed)
         self.executor = executor_for(self.memory, self.device, settings.observed)
         self.engine = Engine(self.memory, self.executor, device=self.device, tiny_bytes=budget_bytes // _TINY)
         self.sessions: list[Session] = []

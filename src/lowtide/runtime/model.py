@@ -286,7 +286,7 @@ class Rematerialized(Planned):
             "%s %s, so it runs under lowtide.online within %s: %s",
             type(self.model).__name__, what, format_bytes(budget_bytes), why,
         )  # fmt: skip
-        self._online = OnlineCalls(budget_bytes, device)
+        self._online = OnlineCalls(budget_bytes, device, may_exceed=self._instead.budget_bytes > 0)
 
     def _run_online(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._online is not None and self._is_trained() and torch.is_grad_enabled():

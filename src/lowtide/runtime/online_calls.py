@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
@@ -29,10 +30,12 @@ class OnlineCalls:
 
     The thread of a call is inside, and whoever else reads what was evicted would read nothing. So a thread other than the main
     one leaves at the end of its call, with all that is held there as it is without the context, until it was seen to run the
-    backward pass of one itself. ``step_seconds``: how long the latest steps took inside."""
+    backward pass of one itself. ``step_seconds``: how long the latest steps took inside. ``may_exceed``: what needs more goes
+    on above the budget, since it would run by a plan."""
 
-    def __init__(self, budget_bytes: int, device: torch.device) -> None:
+    def __init__(self, budget_bytes: int, device: torch.device, may_exceed: bool = False) -> None:
         self._context = online(budget_bytes, device=device)
+        self._context.settings = dataclasses.replace(self._context.settings, may_exceed=may_exceed)
         self._entered = self._running = False
         self._calls: list[_Call] = []
         self._trusted: weakref.WeakSet[threading.Thread] = weakref.WeakSet([threading.main_thread()])

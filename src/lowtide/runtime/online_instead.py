@@ -67,7 +67,7 @@ class OnlineInstead:
             return online
         online.leave()
         self.budget_bytes = max(budget_bytes, self.budget_bytes)
-        return None if slower else OnlineCalls(self.budget_bytes, self.device)
+        return None if slower else OnlineCalls(self.budget_bytes, self.device, may_exceed=True)
 
     def wants_plan(self, arguments: Any) -> bool:
         """Whether a call is larger than all that were planned, so that a budget in percent has to grow with it."""
