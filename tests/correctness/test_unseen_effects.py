@@ -45,23 +45,6 @@ class _AssignsTransposed(_Linear):
         return self.linear(x).square().mean()
 
 
-class _Appends(_Linear):
-    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
-        seen.append(self.linear(x))
-        return seen[-1].square().mean()
-
-
-class _AppendsToPair(_Appends):
-    def forward(self, pair: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
-        return super().forward(*pair)
-
-
-class _Adds(_Linear):
-    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
-        batch["loss"] = self.linear(batch["x"]).square().mean()
-        return batch
-
-
 class _Keeps(_Linear):
     """As graph networks do with their batches."""
 
@@ -207,9 +190,6 @@ def _rows() -> torch.Tensor:
     [
         (_Assigns, lambda: (_rows(),), r"assigns to \.data"),
         (_AssignsTransposed, lambda: (_rows(),), r"assigns to \.data"),
-        (_Appends, lambda: (_rows(), []), "adds to a list, a dict or an object"),
-        (_AppendsToPair, lambda: ((_rows(), []),), "adds to a list, a dict or an object"),
-        (_Adds, lambda: ({"x": _rows()},), "adds to a list, a dict or an object"),
         (_Keeps, lambda: (SimpleNamespace(x=_rows()), SimpleNamespace()), "adds to a list, a dict or an object"),
         (_Leaves, lambda: (_rows(), SimpleNamespace()), "adds to a list, a dict or an object"),
         (_Asks, lambda: (_rows(),), r"requires_grad_\(\) on an argument"),

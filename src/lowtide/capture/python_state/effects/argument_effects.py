@@ -7,6 +7,7 @@ by, numbers that it counts say, is left for ``external_effects`` to refuse.
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,14 +69,20 @@ class ArgumentWrites:
     def __init__(self, arguments: Any, given: Any) -> None:
         self._holders = holders(arguments, given)
         self._before = [_copy(one) for one in self._holders]
-        self._first = len(structure.objects(arguments))
+        objects = structure.objects(arguments)
+        self._first = len(objects)
+        # That hold no tensors: what is written there is left for others to refuse, with all else.
+        self._others = [
+            (own, dict(own)) for one in objects if is_open(one) and (own := own_attributes(one)) is not None
+        ]
+        self._others += [(vars(one), dict(vars(one))) for one in objects if isinstance(one, types.SimpleNamespace)]
         self.made: tuple[ArgumentWrite, ...] = ()
         self.values: tuple[Any, ...] = ()
 
     def take(self, model: nn.Module, result: Any) -> Any:
         """The ``result`` of the run with slots for the holders, which are as before. Takes nothing where it cannot take all."""
         found = [*self._found()]
-        if not found:
+        if not found or not all(_is_as_before(*one) for one in self._others):
             return result
         slots = {id(one): structure.ArgumentSlot(self._first + number) for number, one in enumerate(self._holders)}
         values = tuple(_with_slots(value, slots) for _, value in found)
@@ -107,6 +114,10 @@ class ArgumentWrites:
             return True
         before = self._before[write.number].get(write.key, ABSENT)
         return isinstance(write.key, PLAIN) and (write.removed or before is ABSENT or not isinstance(value, PLAIN))
+
+
+def _is_as_before(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return now.keys() == before.keys() and all(now[name] is value for name, value in before.items())
 
 
 def _items(holder: Any) -> Any:
