@@ -131,7 +131,7 @@ def test_a_percentage_is_of_the_largest_call(caplog: pytest.LogCaptureFixture) -
 def test_where_the_online_mode_takes_longer_calls_are_captured(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OnlineInstead, "takes_over", lambda self, budget_bytes, _: _given(self, budget_bytes))
+    monkeypatch.setattr(OnlineInstead, "takes_over", lambda self, budget_bytes, *_: _given(self, budget_bytes))
     model = _trained(_Decoder(), _tokens, 12, "75%")
     assert "is captured in every call: lowtide.online takes longer" in caplog.text
     assert not model.forward.is_online and model.forward.entries
@@ -163,7 +163,7 @@ def test_what_was_asked_for_stays(given: dict[str, object]) -> None:
 def test_without_a_budget_there_is_no_way_out() -> None:
     instead = OnlineInstead(Settings(budget="60%", on_capture_error="parts"))
     assert instead.is_possible([])
-    instead.takes_over(0, 1.0)
+    instead.takes_over(0, 1.0, torch.device("cpu"))
     assert not instead.is_possible([])
 
 

@@ -124,10 +124,8 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
     def _requires(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call has a tensor that nothing has read require a gradient otherwise than it does. Other calls read."""
         if func in _REQUIRING:
-            number, wanted = (
-                self._numbers.get(id(args[0])),
-                args[1] if len(args) > 1 else kwargs.get("requires_grad", True),
-            )
+            number = self._numbers.get(id(args[0]))
+            wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
             if number in self.early:
                 return bool(wanted != args[0].requires_grad)  # once more
             if number is None or wanted == args[0].requires_grad or id(args[0]) in self._read:

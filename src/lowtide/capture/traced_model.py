@@ -209,7 +209,7 @@ class TracedModel:
         hooks = hooks_in(model)
         self.latest_reads = Reads()
         args, kwargs = rebuilt(self.call.arguments, state, given)
-        writes = ArgumentWrites(self.call.arguments.leaves[0], (args, kwargs)) if self.call.distinct else None
+        writes = ArgumentWrites(self.call.arguments.leaves[0], (args, kwargs), self.call.distinct)
         wanting, marks = [tensor.requires_grad for tensor in tensors], list(map(put_on, wholes))
         with standing_in(self.numbers, copies) as standing:
             noting = self.latest_reads, self._modules, standing, self.call.classes
@@ -234,9 +234,8 @@ class TracedModel:
         rewired = hooks != hooks_in(model)
         if rewired:
             settings = ()  # a flag says that there are hooks now, but in the model itself there are none
-        flat, result = structure.flatten_distinct(
-            (result, attribute_effects.written(model, before, self.assigned), () if writes is None else writes.values)
-        )
+        assigned = attribute_effects.written(model, before, self.assigned)
+        flat, result = structure.flatten_distinct((result, assigned, writes.values))
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
         result = with_originals(result, copies)
         left = with_states(flat, extra)
@@ -253,7 +252,7 @@ class TracedModel:
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
         unlinked = unreached(tensors, flat, self.call.state.parameters)
-        rest = buffers, specs, unlinked, rewired, () if writes is None else writes.made
+        rest = buffers, specs, unlinked, rewired, writes.made
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
         self.after_run()
         self._backward.enter_context(backward_effects.none_of(model, reached))
@@ -272,7 +271,7 @@ class TracedModel:
         kwargs: Mapping[str, Any],
         tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         observer: Observer,
-        writes: ArgumentWrites | None,
+        writes: ArgumentWrites,
     ) -> tuple[Any, ExternalEffects, set[int]]:
         """What the model returns, what it can write outside of itself, and ``TensorCalls.early``. What it left outside is
         refused, or undone."""
@@ -297,8 +296,7 @@ class TracedModel:
             origins_announced(model, self._call),
         ):
             modes = process.autocast(), torch.is_grad_enabled()
-            result = model.forward(*args, **kwargs)
-            result = result if writes is None else writes.take(model, result)
+            result = writes.take(model, model.forward(*args, **kwargs))
             if modes != (process.autocast(), torch.is_grad_enabled()):
                 raise CaptureError(
                     "the forward pass leaves autocast or the gradient mode in another state than before, which planned calls "

@@ -193,7 +193,7 @@ class Rematerialized(Planned):
             self._leave_in_terms(False)
             return self._new_entry(key, sample, inputs, expected)
         except CaptureError as error:
-            if expected is not None or (isinstance(error, GradientRequiredError) and error.tensors):
+            if expected is not None or isinstance(error, GradientRequiredError):
                 raise
             self._run_apart(key, inputs, error, always=True)
             return None
@@ -208,7 +208,7 @@ class Rematerialized(Planned):
             return
         changes = isinstance(error, ManyProgramsError)
         if changes:
-            self._instead.takes_over(self._granted(), self.recaptures.novelty.seconds)
+            self._instead.takes_over(self._granted(), self.recaptures.novelty.seconds, device_of_inputs(inputs))
         if changes and not can_run_in_parts(self.model):
             self._go_whole(str(error), inputs)
             return

@@ -13,7 +13,6 @@ import torch
 
 from lowtide.budget import is_percentage
 from lowtide.objects import structure
-from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.online_calls import OnlineCalls
 from lowtide.settings import Settings
@@ -39,7 +38,6 @@ class OnlineInstead:
 
     def watch(self, inputs: Sequence[torch.Tensor], states: int) -> None:
         """A call with these flat inputs may run by a plan, the first ``states`` of which are the model's."""
-        self.device = device_of_inputs(inputs)
         self._largest_bytes = max(self._largest_bytes, _bytes(inputs[states:]))
         self._are_its_own &= self._passes in (None, ModelCall.begun)
 
@@ -47,9 +45,9 @@ class OnlineInstead:
         """The call has been made."""
         self._passes = ModelCall.begun
 
-    def takes_over(self, budget_bytes: int, seconds: float) -> None:
-        """From calls by plans, which were given and took as much."""
-        self.budget_bytes, self._seconds = budget_bytes, seconds
+    def takes_over(self, budget_bytes: int, seconds: float, device: torch.device) -> None:
+        """From calls by plans, which were given and took as much, on this device."""
+        self.budget_bytes, self._seconds, self.device = budget_bytes, seconds, device
         self._may_be &= budget_bytes > 0
 
     def is_possible(self, arguments: Any) -> bool:

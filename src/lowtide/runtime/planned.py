@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture import Known
 from lowtide.capture.copies import State
 from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
+from lowtide.capture.trace.classes import TRACED
 from lowtide.capture.trace.patches import replaced
 from lowtide.capture.trace.writes import GradientRequiredError
 from lowtide.cost.room import measured_within
@@ -42,7 +41,6 @@ from lowtide.sharing.pass_budget import pass_bytes
 from lowtide.stage_times import stage_seconds
 
 _LOG = logging.getLogger(__name__)
-_TRACED = (FakeTensor, FunctionalTensor)
 UNPLANNED = object()
 
 
@@ -116,7 +114,7 @@ class Planned(Programs):
                 )
             return self._run_as_it_is(args, kwargs)
         inputs, state, tree = self._flat(args, kwargs)
-        as_part = any(isinstance(tensor, _TRACED) for tensor in inputs)  # of a larger model that is captured
+        as_part = any(isinstance(tensor, TRACED) for tensor in inputs)  # of a larger model that is captured
         if as_part or not any(tensor.requires_grad for tensor in inputs):
             return self._run_as_it_is(args, kwargs)
         result = self._run(Sample(args, kwargs), inputs, state, tree)
@@ -246,8 +244,6 @@ class Planned(Programs):
         try:
             return self._found(sample, inputs, state, tree)
         except GradientRequiredError as error:
-            if not error.tensors:
-                raise
             required = error.tensors
         entry = None
         try:

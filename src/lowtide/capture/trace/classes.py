@@ -81,8 +81,11 @@ def refuse_unknown(function: Any, calling: FrameType, tensor: torch.Tensor, give
     one was written that the pass has made is known, not so of those that were ``given``."""
     if function not in _UNKNOWN:
         return
-    made = isinstance(tensor, TRACED) and memory_of(tensor) not in map(memory_of, given)
-    if made and _UNKNOWN[function] == "_version":
+    if (
+        _UNKNOWN[function] == "_version"
+        and isinstance(tensor, TRACED)
+        and memory_of(tensor) not in map(memory_of, given)
+    ):
         return
     if calling.f_code is torch.overrides.handle_torch_function.__code__ or is_user_file(calling.f_code.co_filename):
         raise CaptureError(

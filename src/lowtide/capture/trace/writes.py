@@ -108,15 +108,16 @@ def refuse_required(
 ) -> None:
     """Raises ``CaptureError`` where tensors come to require a gradient, or none any more: a ``GradientRequiredError`` where
     these are the model's, those with the numbers ``early`` of the ``registered``. Others differ from ``before``."""
-    others = [tensor.requires_grad for tensor in given] != [*before]
-    if not early and not others:
-        return
-    error = GradientRequiredError(
+    message = (
         "the forward pass calls requires_grad_() on an argument, or on a parameter or a buffer that it has read before, which "
         "planned calls would not do. Call it before the forward pass, or run the model under lowtide.online."
     )
-    error.tensors = () if others else tuple(registered[number] for number in sorted(early))
-    raise error
+    if [tensor.requires_grad for tensor in given] != [*before]:
+        raise CaptureError(message)
+    if early:
+        error = GradientRequiredError(message)
+        error.tensors = tuple(registered[number] for number in sorted(early))
+        raise error
 
 
 def refuse_seen(given: torch.Tensor, history: Any) -> None:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
+from lowtide.capture.trace.classes import TRACED
 from lowtide.dynamic.patches import UncompiledMode, uncompiled
 from lowtide.errors import ExecutionError
 
@@ -34,7 +33,6 @@ DECIDING = {  # operators that make something discrete of continuous values, or 
 _KEY = "Fake"
 _NOTHING: tuple[Any, Any] = (None, None)
 _DISCRETE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_TRACED = (FakeTensor, FunctionalTensor)
 _registered: list[torch.library.Library] = []  # they end with their kernels
 
 Decide = Callable[..., Any]  # of an operator and its arguments
@@ -118,7 +116,7 @@ def _kernel(operator: Any, below: Any) -> Decide:
         with torch._C._ExcludeDispatchKeyGuard(below):
             decide = _deciding.by
             if decide is None or any(
-                isinstance(one, _TRACED) for one in args
+                isinstance(one, TRACED) for one in args
             ):  # what is compiled meanwhile decides nothing
                 return operator(*args, **kwargs)
             return decide(operator, *args, **kwargs)

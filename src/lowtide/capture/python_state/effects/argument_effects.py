@@ -64,10 +64,11 @@ def _holders(node: Any, given: Any) -> Iterator[Any]:
 
 
 class ArgumentWrites:
-    """Of one run, on copies of the arguments of this structure. ``made``: where it has written, and ``values`` what."""
+    """Of one run, on copies of the arguments of this structure, where these are ``distinct``. ``made``: where it has written,
+    and ``values`` what."""
 
-    def __init__(self, arguments: Any, given: Any) -> None:
-        self._holders = holders(arguments, given)
+    def __init__(self, arguments: Any, given: Any, distinct: bool) -> None:
+        self._holders = holders(arguments, given) if distinct else []
         self._before = [_copy(one) for one in self._holders]
         objects = structure.objects(arguments)
         self._first = len(objects)

@@ -8,14 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
+from lowtide.capture.trace.classes import TRACED
 from lowtide.errors import CaptureError
 from lowtide.objects import opaque, structure
 from lowtide.objects.walk import CLOSED, closed_over, content, functions_in, is_open, reachable
-
-_TRACED = (FakeTensor, FunctionalTensor)
 
 
 def with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:
@@ -29,7 +26,7 @@ def with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:
     lazy = [one for one in held if opaque.is_of_c(type(one)) or isinstance(one, functools.partial)]
     lazy += [value for function in functions_in(held, _may_hold) for value in closed_over(function)]
     variables = reachable(lazy, _may_hold)
-    if any(isinstance(one, _TRACED) or (isinstance(one, nn.Module) and id(one) in copies) for one in variables):
+    if any(isinstance(one, TRACED) or (isinstance(one, nn.Module) and id(one) in copies) for one in variables):
         raise CaptureError(
             "the forward pass returns a function, a generator or an iterator that holds tensors of the call, or modules of the "
             "model: they would be those of a trace. Return the tensors, or run the model under lowtide.online."
