@@ -73,10 +73,8 @@ class ArgumentWrites:
         objects = structure.objects(arguments)
         self._first = len(objects)
         # That hold no tensors: what is written there is left for others to refuse, with all else.
-        self._others = [
-            (own, dict(own)) for one in objects if is_open(one) and (own := own_attributes(one)) is not None
-        ]
-        self._others += [(vars(one), dict(vars(one))) for one in objects if isinstance(one, types.SimpleNamespace)]
+        others = [own_attributes(one) for one in objects if is_open(one) or isinstance(one, types.SimpleNamespace)]
+        self._others = [(own, dict(own)) for own in others if own is not None]
         self.made: tuple[ArgumentWrite, ...] = ()
         self.values: tuple[Any, ...] = ()
 
