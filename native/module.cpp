@@ -5,11 +5,13 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "allocator.hpp"
 #include "arena.hpp"
+#include "audit.hpp"
 #include "chain.hpp"
 #include "dual.hpp"
 #include "early.hpp"
@@ -283,6 +285,13 @@ void bind_arena(nb::module_& module) {
         .def_static("made", [](const std::vector<std::uintptr_t>& addresses) { AddressTable::made(addresses); });
 }
 
+void bind_audit(nb::module_& module) {
+    module.def("watch_events", &watch_events);
+    module.def("begin_watch", &begin_watch);
+    module.def("end_watch", &end_watch);
+    module.def("audit_hook", &audit_hook);
+}
+
 }  // namespace
 }  // namespace lowtide
 
@@ -297,4 +306,5 @@ NB_MODULE(_native, module) {
     lowtide::bind_placement(module);
     lowtide::bind_counter(module);
     lowtide::bind_arena(module);
+    lowtide::bind_audit(module);
 }

@@ -230,3 +230,12 @@ class AddressTable:
     @staticmethod
     def made(addresses: Sequence[int]) -> None:
         """While it is learned: the tensors that the operator made, in the order of their places."""
+
+def watch_events(events: Sequence[str], function: Callable[[str, tuple[object, ...]], object]) -> None:
+    """``function`` is called with these audit events (PEP 578) and what they are about, between ``begin_watch`` and
+    ``end_watch``."""
+
+def begin_watch() -> None: ...
+def end_watch() -> None: ...
+def audit_hook() -> int:
+    """The address of a hook for ``PySys_AddAuditHook``."""

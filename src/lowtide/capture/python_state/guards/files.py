@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import stat
@@ -16,6 +17,7 @@ from lowtide.capture.python_state.code.code_names import is_standard
 from lowtide.capture.python_state.code.installed import is_installed
 from lowtide.capture.trace.patches import all_wrapped
 from lowtide.errors import CaptureError
+from lowtide.native import core
 
 _CODE = (".pyc", ".so", ".pyd", ".dll")
 _ELSEWHERE = ("subprocess.Popen", "sqlite3.connect", "socket.connect")
@@ -48,6 +50,7 @@ def opened(found: dict[File, Any]) -> Iterator[None]:
     noted in ``found``, with their states. Libraries, devices, what is installed, and files that compilers leave in temporary
     folders are not: they are no data of its; nor what libraries ask for."""
     _install()
+    core.begin_watch()
     outer = getattr(_watching, "found", None)
     # Asked for here: where ``tempfile`` looks for its folder it holds a lock, and opens a file.
     _watching.compiled = os.path.join(tempfile.gettempdir(), "torchinductor_")
@@ -57,16 +60,18 @@ def opened(found: dict[File, Any]) -> Iterator[None]:
             yield
     finally:
         _watching.found = outer
+        core.end_watch()
 
 
 @functools.cache
 def _install() -> None:
-    sys.addaudithook(_note)  # it stays for the life of the process, and does nothing outside of ``opened``
+    """A hook that stays for the life of the process. Not one of Python's: ``id`` asks it, too, and would take seven times as
+    long."""
+    core.watch_events(_READING, _note)
+    ctypes.pythonapi.PySys_AddAuditHook(ctypes.c_void_p(core.audit_hook()), None)
 
 
 def _note(event: str, args: tuple[Any, ...]) -> None:
-    if not _READING or event not in _READING:  # at the end of the process names of modules are gone
-        return
     if event in _ELSEWHERE:
         if getattr(_watching, "found", None) is not None and _asking_code(sys._getframe(1))[0]:
             raise CaptureError(
