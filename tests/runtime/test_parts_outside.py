@@ -348,18 +348,36 @@ def test_what_would_hold_its_arguments_for_nothing_is_no_part() -> None:
 class _Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH))
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x) if x.sum().item() < 1e30 else x
+            x = layer(x).exp().tanh() if x.sum().item() < 1e30 else x
         return x.square().mean()
 
 
-def test_a_percentage_where_nothing_can_be_planned(caplog: pytest.LogCaptureFixture) -> None:
-    """Of what, nobody knows, since the backward pass is not seen: it runs as without a plan."""
-    _equal_steps(_Layers(), torch.randn(32, WIDTH), budget="5%")
-    assert "_Layers runs without a plan, whatever the budget" in caplog.text
+def test_where_nothing_can_be_planned_the_model_runs_online(caplog: pytest.LogCaptureFixture) -> None:
+    """As soon as a step has shown that it takes more than the budget: a percentage is of that step."""
+    x = torch.randn(512, WIDTH)
+    for budget in ("60%", _peak_bytes(_Layers(), x) * 6 // 10):
+        caplog.clear()
+        plain_bytes, model = _peak_bytes(_Layers(), x), _equal_steps(_Layers(), x, budget=budget)
+        assert model.forward.is_online and "_Layers cannot be captured, so it runs under lowtide.online" in caplog.text
+        assert _peak_bytes(model, x) <= 0.6 * plain_bytes
+
+
+def test_nothing_of_it_can_be_planned_and_its_steps_are_not_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    """What comes before it is not in the step: it runs as without a plan."""
+    model, first = _Layers(), nn.Linear(WIDTH, WIDTH)
+    lowtide.rematerialize(model, (torch.randn(32, WIDTH),), budget="60%")
+    for _ in range(4):
+        model(first(torch.randn(32, WIDTH))).backward()
+    assert not model.forward.is_online and "_Layers runs without a plan, whatever the budget" in caplog.text
+
+
+def _peak_bytes(model: nn.Module, x: torch.Tensor) -> int:
+    model.zero_grad()
+    return lowtide.measure(lambda: model(x).backward()).peak_bytes
 
 
 class _Averaging(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 
 from lowtide.budget import parse_budget
 from lowtide.capture import Captured
-from lowtide.capture.copies import State
+from lowtide.capture.model_state import State
 from lowtide.capture.trace.writes import GradientRequiredError
 from lowtide.errors import CaptureError, InfeasibleBudgetError, NoGradientError
 from lowtide.memory.arena import Arena
@@ -144,7 +144,7 @@ class Rematerialized(Planned):
         try:
             budget_bytes = self.parts.online_bytes((args, kwargs))
             if budget_bytes is not None:
-                self._go_online(self.parts.why, budget_bytes, self.parts.device)
+                self._go_online(self.parts.why, budget_bytes, self.parts.device, may_exceed=self.parts.are_none)
                 result = self._run_online(args, kwargs)
             else:
                 with self.parts.installed():
@@ -267,7 +267,7 @@ class Rematerialized(Planned):
         self._apart.clear()
         if online:
             self.improving.stop()
-            self._go_online(why, self._instead.budget_bytes, self._instead.device)
+            self._go_online(why, self._instead.budget_bytes, self._instead.device, may_exceed=True)
         else:
             _LOG.warning("%s is captured in every call, as %s", type(self.model).__name__, why)
 
@@ -278,15 +278,16 @@ class Rematerialized(Planned):
             _LOG.warning("%s is captured in every call: lowtide.online takes longer", type(self.model).__name__)
         return self._online is None or self._instead.wants_plan(arguments)
 
-    def _go_online(self, why: str, budget_bytes: int, device: torch.device) -> None:
-        """Run eagerly inside the budget from now on, forward and backward passes."""
+    def _go_online(self, why: str, budget_bytes: int, device: torch.device, *, may_exceed: bool = False) -> None:
+        """Run eagerly inside the budget from now on, forward and backward passes. ``may_exceed``: what does not fit goes on
+        above it, as it did before."""
         what = "would be captured in most calls" if self._instead.budget_bytes else "cannot be captured"
         self._keep_gradients("the model runs under lowtide.online")
         _LOG.warning(
             "%s %s, so it runs under lowtide.online within %s: %s",
             type(self.model).__name__, what, format_bytes(budget_bytes), why,
         )  # fmt: skip
-        self._online = OnlineCalls(budget_bytes, device, may_exceed=self._instead.budget_bytes > 0)
+        self._online = OnlineCalls(budget_bytes, device, may_exceed=may_exceed)
 
     def _run_online(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._online is not None and self._is_trained() and torch.is_grad_enabled():

@@ -21,7 +21,7 @@ from torch import nn
 
 from lowtide.budget import is_percentage
 from lowtide.capture import Captured
-from lowtide.capture.copies import State, model_state
+from lowtide.capture.model_state import State, model_state
 from lowtide.capture.python_state.guards.caches import caches_remembered
 from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.sizes import Shapes
@@ -210,19 +210,16 @@ class Parts:
         self.watch = OutsideWatch(self.shared)
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self._calls = self._steps = 0
-        self._paused = False
+        self._paused = self._is_hopeless = False
         self._eager = EagerSteps()
         self.backward = BackwardCalls(self.shared, self._standing)
         self.device = device_of(model_state(model).tensors)
         self._has_any = can_run_in_parts(model)
-        if not self._has_any:
-            return
         changed = ", without an arena" * settings.arena
         changed += ", with a loss in pieces where one computes all of it" * settings.chunked_loss
-        _LOG.warning(
-            "%s cannot be one program, so its submodules are planned%s, and code between them runs as it is: %s",
-            type(model).__name__, changed, self.why,
-        )  # fmt: skip
+        what = "%s cannot be one program, so its submodules are planned%s, and code between them runs as it is: %s"
+        if self._has_any:
+            _LOG.warning(what, type(model).__name__, changed, self.why)
 
     @property
     def running(self) -> bool:
@@ -245,16 +242,16 @@ class Parts:
         return found
 
     def _run_more_again(self, missing_bytes: int) -> bool:
-        """The plans of the parts do not fit: have further submodules that are no parts run again; whether there are any."""
+        """The plans of the parts do not fit: have further submodules that are no parts run again, or the model online, where
+        there are no parts; whether that can be."""
         chosen = self.watch.to_run_again(missing_bytes)
         for part in self._parts.values():
             part.runs_again = part.runs_again or part.name in chosen
         if chosen:
-            _LOG.warning(
-                "plans alone do not meet the budget: from the next step on, %s run again in the backward pass",
-                named(chosen),
-            )
-        return bool(chosen)
+            what = "plans alone do not meet the budget: from the next step on, %s run again in the backward pass"
+            _LOG.warning(what, named(chosen))
+        self._is_hopeless = not (chosen or self.planned()) and self._eager.are_its_own and self._eager.peak_bytes > 0
+        return bool(chosen) or self._is_hopeless
 
     def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
         return with_siblings(passes, {id(part): part for part in self._parts.values() if part.may_run}, self._in_order)
@@ -275,13 +272,14 @@ class Parts:
         return self._has_any and self._steps > 0 and not (self._calls or self.shared.unlike or self.planned())
 
     def online_bytes(self, arguments: Any) -> int | None:
-        """The budget of the model, which is called with these ``arguments``, where there is no submodule to try, its steps are
-        its own, and one exceeds it. One in percent is of the largest step so far; one in bytes holds from the first on."""
-        if self._has_any or self._calls:
+        """The budget of the model, called with these ``arguments``, where none of it can be planned, its steps are its own, and
+        one exceeds it. One in percent is of the largest step; one in bytes holds at once where there is no submodule to try."""
+        if self._calls or self.planned():
             return None
-        peak_bytes, at_once = self._eager.peak_bytes, not is_percentage(self.shared.settings.given)
+        peak_bytes, at_once = self._eager.peak_bytes, not (self._has_any or is_percentage(self.shared.settings.given))
         self._eager.given(arguments)
-        if not self._eager.are_its_own or not (peak_bytes or at_once):
+        tried = not self._has_any or self._is_hopeless or (self.are_none and not self.watch.calls)
+        if not (tried and self._eager.are_its_own and (peak_bytes or at_once)):
             return None
         budget_bytes, _ = self.shared.budget_for([], [Constraint(peak_bytes, -1, False, ())])
         return budget_bytes if peak_bytes > budget_bytes or at_once else None
@@ -307,13 +305,13 @@ class Parts:
         self.backward.leave()
         self._steps += not self.shared.unlike  # to the one before, in which parts ran as they are
         known = self._steps == 1 + self._has_any  # whether anything of it can be planned, or held to the budget
-        if known and not (self.planned() if self._has_any else self._eager.are_its_own):
+        if known and not (self.planned() or self._eager.are_its_own):
             _LOG.warning(
                 "%s runs without a plan, whatever the budget: nothing of it can be planned. lowtide.online takes any program, "
                 "with all of a step inside: %s",
                 type(self.model).__name__, self.why,
             )  # fmt: skip
-        if not self._has_any:
+        if not self.planned():
             self._eager.begin(self.device)
         self._calls += 1
         try:
