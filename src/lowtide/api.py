@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lowtide import pipeline
-from lowtide.capture.copies import model_state, planned_forward
+from lowtide.capture.copies import planned_forward
+from lowtide.capture.model_state import model_state
 from lowtide.capture.refusals import require_module
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError

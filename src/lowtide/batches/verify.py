@@ -10,7 +10,7 @@ from torch import nn
 from lowtide.batches.samples import Sample
 from lowtide.capture import Captured
 from lowtide.capture.arguments import flat_arguments
-from lowtide.capture.copies import model_state
+from lowtide.capture.model_state import model_state
 from lowtide.errors import ExecutionError
 from lowtide.lower import Lowered
 from lowtide.memory.meter import measure

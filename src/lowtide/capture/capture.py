@@ -20,8 +20,8 @@ from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.convert.convert import Converted, convert
 from lowtide.capture.convert.nested_writes import merge_nested_writes
-from lowtide.capture.copies import State, model_state
 from lowtide.capture.known import Known
+from lowtide.capture.model_state import State, model_state
 from lowtide.capture.python_state.effects import attribute_effects
 from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
 from lowtide.capture.python_state.effects.backward_effects import BackwardEffectError

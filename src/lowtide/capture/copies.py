@@ -1,11 +1,10 @@
-"""A model's parameters and buffers, and copies of the model without their data."""
+"""Copies of a model without the data of its tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,75 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch._library.custom_ops import CustomOpDef
-from torch.nn.parameter import is_lazy
 
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
 from lowtide.objects.opaque import CONSTANT
 from lowtide.objects.walk import CONTAINERS, GENERATORS, cell_value, closed_over, functions_in, reachable
-from lowtide.program.distributed.local import form_of
-from lowtide.program.distributed.sharded import Unit, begun
 
 _SHARED = (  # by a copy and its original
     ModuleType, CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket, staticmethod, classmethod,
     torch.finfo, torch.iinfo, torch.fx.Graph, torch.fx.Node, *CONSTANT,
 )  # fmt: skip
 _BOUND = (partial, MethodType)
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A model's parameters and buffers, each once: ``names[i]`` lists every place where ``registered[i]`` is. ``tensors`` are
-    what operators read: the same, the forms of the gathered parameters for the shards of ``units``, or of distributed tensors
-    the local ones."""
-
-    tensors: tuple[torch.Tensor, ...]
-    names: tuple[tuple[str, ...], ...]
-    parameters: int  # tensors[:parameters] are parameters, the rest buffers
-    registered: tuple[torch.Tensor, ...]
-    units: tuple[Unit, ...]
-    modules: tuple[nn.Module, ...]  # each once, as ``nn.Module.modules`` has them
-
-
-def model_state(model: nn.Module) -> State:
-    """Parameters, then buffers, in registration order, without duplicates."""
-    units = begun(model)
-    places: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    modules = named_modules(model)
-    for prefix, module in modules:
-        for name, tensor in module._parameters.items():
-            if tensor is None:
-                continue
-            if is_lazy(tensor):
-                raise CaptureError(
-                    f"parameter {prefix + name!r} has no shape yet: call the model once with a sample before it is "
-                    "rematerialized."
-                )
-            places.setdefault(id(tensor), (tensor, []))[1].append(prefix + name)
-    parameters = len(places)
-    for prefix, module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                places.setdefault(id(buffer), (buffer, []))[1].append(prefix + name)
-    registered = tuple(tensor for tensor, _ in places.values())
-    forms = {id(shard): form for unit in units for shard, form in zip(unit.parameters, unit.forms, strict=True)}
-    tensors = tuple(forms[id(tensor)] if id(tensor) in forms else form_of(tensor) for tensor in registered)
-    names = tuple(tuple(names) for _, names in places.values())
-    distinct = {id(module): module for _, module in modules}
-    return State(tensors, names, parameters, registered, tuple(units), tuple(distinct.values()))
-
-
-def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As ``named_modules(remove_duplicate=False)``, with a dot after each name: those are generators in generators, which every
-    call of a small model would wait for."""
-    found, waiting = [], [("", model)]
-    while waiting:
-        found.append(waiting.pop())
-        prefix, module = found[-1]
-        children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
-        waiting += reversed(children)
-    return found
 
 
 def copy_without_data(

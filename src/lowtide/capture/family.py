@@ -18,8 +18,8 @@ from torch import nn
 from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.capture import capture
 from lowtide.capture.contract import Captured
-from lowtide.capture.copies import model_state
 from lowtide.capture.known import Known
+from lowtide.capture.model_state import model_state
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs
 from lowtide.capture.rehearsal import Effects
 from lowtide.capture.trace.questions import Provenance, Question

@@ -19,8 +19,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import _symbolic_trace
 
 from lowtide.capture.arguments import put_on, rebuilt, refuse_marks
-from lowtide.capture.copies import State, copy_without_data
+from lowtide.capture.copies import copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
+from lowtide.capture.model_state import State
 from lowtide.capture.python_state.code import late, process
 from lowtide.capture.python_state.effects import attribute_effects, backward_effects, random_numbers
 from lowtide.capture.python_state.effects.argument_effects import ArgumentWrite, ArgumentWrites

@@ -16,7 +16,7 @@ from lowtide.program.sizes import byte_costs
 
 _MOST_GROUPS = 16
 _MOST_EARLY_GROUPS = 64
-_LEAST_BYTES = 1 << 16  # of a group, since leaving and coming back takes the time of a small operator
+_LEAST_BYTES = 1 << 18  # of a group, since leaving and coming back takes the time of several small operators
 _NEAR_PEAK = 0.97  # of the peak: steps where gradients should not wait
 
 
@@ -64,7 +64,7 @@ def group_gradients(program: Program, schedule: Schedule) -> tuple[GradientGroup
     costs = byte_costs(program)  # without what operators use inside
     levels = simulate(program.graph, costs, schedule).timeline.tolist()
     threshold = max(_LEAST_BYTES, sum(sizes) // _MOST_GROUPS)
-    least = max(1, sum(sizes) // _MOST_EARLY_GROUPS)
+    least = max(_LEAST_BYTES // 4, sum(sizes) // _MOST_EARLY_GROUPS)
     near = _NEAR_PEAK * max(levels, default=0)
     found: list[GradientGroup] = []
     pending: list[int] = []

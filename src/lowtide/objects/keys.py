@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import enum
 import hashlib
+import operator
 import sys
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,10 @@ from lowtide.objects.walk import PLAIN, beside, cell_value, content, exact, fiel
 
 _LONG = 256  # bytes, from which on they are told by a digest
 _NAMES = frozenset((str, int))
+_FACTS = operator.attrgetter("shape", "dtype", "device", "requires_grad")
+_STRIDED = frozenset((torch.strided,))
+_IS_NESTED, _LAYOUT = operator.attrgetter("is_nested"), operator.attrgetter("layout")
+_COLUMNS: tuple[Any, ...] = (_FACTS, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
@@ -33,18 +39,25 @@ def fingerprint(structure: Any) -> Any:
 def layout(tree: Any) -> Any:
     """Equal for trees that differ only in the values of their tensors."""
     tensors, structure = flatten(tree)
-    return fingerprint(structure), tuple(map(tensor_key, tensors))
+    return fingerprint(structure), tensor_keys(tensors)
+
+
+def tensor_keys(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """``tensor_key`` of each of them, in less time."""
+    if any(map(_IS_NESTED, tensors)) or not _STRIDED.issuperset(map(_LAYOUT, tensors)):
+        return tuple(map(tensor_key, tensors))
+    return (*zip(*(map(column, tensors) for column in _COLUMNS), strict=True),)
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.is_nested:  # which has neither shape nor strides
-        return ("nested", tensor.layout)
+        return ("nested",), tensor.layout
     strides: Any = tensor.layout
     if strides is torch.strided:
         strides = tensor.stride()
     elif strides is torch.sparse_coo:  # which has none, nor have compressed ones
         strides = (strides, tensor._nnz(), tensor.is_coalesced())
-    return (tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
+    return _FACTS(tensor), strides, tensor.is_conj(), tensor.is_neg()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

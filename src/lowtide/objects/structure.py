@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from lowtide.objects.walk import CLOSED, PLAIN, fields
+
+_PLAIN, _NAMES = frozenset(PLAIN), frozenset((str,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,17 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: 
     if isinstance(node, torch.Tensor):
         tensors.append(node)
         return Slot(len(tensors) - 1)
+    if type(node) in _PLAIN:
+        return node
     around = _around(node, seen)
-    if _is_closed(node) or around is not None:
-        return node if around is None or _is_container(seen[around.level]) else around
-    within = (*seen, node)
-    if _is_container(node):
-        leaves, spec = _one_level(node)
-        return Nested(spec, tuple(_visit(leaf, tensors, within, bare) for leaf in leaves))
+    if around is not None:
+        return around if _level(seen[around.level]) is None else node
+    if _is_closed(node):
+        return node
+    within, level = (*seen, node), _level(node)
+    if level is not None:
+        leaves, spec = level
+        return Nested(spec, tuple([_visit(leaf, tensors, within, bare) for leaf in leaves]))
     # A class that pytree does not know is looked into only where it holds tensors.
     if _is_bare(node, bare):
         return node
@@ -90,12 +97,10 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: 
 def _around(node: Any, seen: tuple[Any, ...]) -> Ancestor | None:
     weak = type(node) is weakref.ref
     wanted = node() if weak else node
-    level = next((level for level, one in enumerate(seen) if one is wanted), None)
-    return None if level is None else Ancestor(level, weak)
-
-
-def _is_container(node: Any) -> bool:
-    return _is_builtin(node) or not _is_pytree_leaf(node)
+    for level, one in enumerate(seen):
+        if one is wanted:
+            return Ancestor(level, weak)
+    return None
 
 
 def _is_bare(node: Any, bare: dict[int, Any]) -> bool:
@@ -109,7 +114,8 @@ def _is_bare(node: Any, bare: dict[int, Any]) -> bool:
             return False
         if not _is_closed(one) and id(one) not in seen and id(one) not in bare:
             seen[id(one)] = one
-            waiting += fields(one).values() if _is_pytree_leaf(one) else _one_level(one)[0]
+            level = _level(one)
+            waiting += fields(one).values() if level is None else level[0]
     bare.update(seen)
     return True
 
@@ -127,9 +133,17 @@ def distinct(
     tensors: Sequence[torch.Tensor], structure: Any, known: Sequence[torch.Tensor] = ()
 ) -> tuple[list[torch.Tensor], Any]:
     """Each of the tensors once, but for those that are ``known``; and the structure, whose slots count the known ones first."""
-    position = dict(zip(map(id, known), itertools.count(), strict=False))
-    new = {id(tensor): tensor for tensor in tensors if id(tensor) not in position}
-    position |= zip(new, itertools.count(len(known)), strict=False)
+    new: dict[int, torch.Tensor] = {}
+    position: dict[int, int] = {}
+    for tensor in tensors:
+        if id(tensor) not in position:
+            place = next(
+                itertools.compress(itertools.count(), map(operator.is_, known, itertools.repeat(tensor))), None
+            )
+            if place is None:
+                place = len(known) + len(new)
+                new[id(tensor)] = tensor
+            position[id(tensor)] = place
     slot_of = [Slot(position[id(tensor)]) for tensor in tensors]
     renumbered = replaced(structure, lambda leaf: slot_of[leaf.index] if isinstance(leaf, Slot) else leaf)
     return list(new.values()), renumbered
@@ -220,24 +234,21 @@ def _is_pytree_leaf(node: Any) -> bool:
 
 
 def items_in(node: Any) -> Iterable[Any]:
-    """What is in a container that pytree knows, in the order of the ``leaves`` of its structure."""
-    return _one_level(node)[0]
+    """What is in a container that pytree knows, in the order of the ``leaves`` of its structure; nothing in anything else."""
+    level = _level(node)
+    return () if level is None else level[0]
 
 
-def _is_builtin(node: Any) -> bool:
-    """Whether it is a container of Python's own whose specification is known by its length, or by the names in it."""
-    kind = type(node)
-    return kind is tuple or kind is list or (kind is dict and all(type(name) is str for name in node))
-
-
-def _one_level(node: Any) -> tuple[Iterable[Any], pytree.TreeSpec]:
-    """The children of a container, itself among them, perhaps. ``tree_flatten`` leaves a reference cycle behind, which must not
-    hold the tensors: so it is the first one asked for that is no leaf."""
-    if type(node) is dict and _is_builtin(node):
-        return node.values(), _spec(dict, tuple(node))
-    if _is_builtin(node):
-        kind: Any = type(node)
+def _level(node: Any) -> tuple[Iterable[Any], pytree.TreeSpec] | None:
+    """The children of a container, itself among them, perhaps; ``None`` for what pytree does not know. ``tree_flatten`` leaves
+    a reference cycle behind, which must not hold the tensors: so it is the first one asked for that is no leaf."""
+    kind: Any = type(node)
+    if kind is tuple or kind is list:
         return node, _spec(kind, len(node))
+    if kind is dict and _NAMES.issuperset(map(type, node)):
+        return node.values(), _spec(dict, tuple(node))
+    if _is_pytree_leaf(node):
+        return None
     answers = iter((False,))
     return pytree.tree_flatten(node, is_leaf=lambda _: next(answers, True))
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import Known
-from lowtide.capture.copies import State
+from lowtide.capture.model_state import State
 from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.trace.classes import TRACED

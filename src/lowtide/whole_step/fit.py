@@ -16,7 +16,7 @@ from torch import nn
 from lowtide.budget import parse_budget
 from lowtide.capture import capture
 from lowtide.capture.arguments import flat_arguments
-from lowtide.capture.copies import model_state
+from lowtide.capture.model_state import model_state
 from lowtide.capture.refusals import require_module
 from lowtide.cost import analytical_costs
 from lowtide.cost.analytical import LinkOf

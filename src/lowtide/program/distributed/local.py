@@ -6,6 +6,7 @@ tensor. Gradients leave the program as plain tensors too, and become distributed
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from lowtide.program.distributed import sharded
 from lowtide.program.roles import Gradient
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_VERSION = operator.attrgetter("_version")
 _FORMS: Any = WeakTensorKeyDictionary()  # by distributed tensor
 _WHOLES: Any = WeakTensorKeyDictionary()  # by form: a weak reference to what it is of
 _HELD: dict[Any, Any] = _WHOLES.data  # what is in it, which every call asks for
@@ -61,6 +63,11 @@ def has_forms() -> bool:
     return bool(_HELD)
 
 
+def _are_gathered(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of them is a form of a parameter that FSDP2 has sharded."""
+    return sharded.GatheredForm in map(type, tensors)
+
+
 def whole_of(form: torch.Tensor) -> torch.Tensor:
     """What a form is of; any other tensor itself."""
     if not _HELD:
@@ -87,6 +94,23 @@ def address_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """``version_of`` each of them."""
+    if _HELD or _are_gathered(tensors) or any(map(torch.Tensor.is_inference, tensors)):
+        return [version_of(tensor) for tensor in tensors]
+    return [*map(_VERSION, tensors)]
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """``address_of`` each of them."""
+    try:
+        return (
+            [address_of(one) for one in tensors] if _are_gathered(tensors) else [*map(torch.Tensor.data_ptr, tensors)]
+        )
+    except RuntimeError:
+        return [address_of(tensor) for tensor in tensors]
+
+
 def hooked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Arguments of a call as the hooks on a model that is distributed itself, not in its modules alone, hand them on."""
     if not any(is_distributed(one) for one in model._parameters.values() if one is not None):
@@ -107,6 +131,14 @@ def spec_of(tensor: torch.Tensor) -> Any:
         return tensor.spec
     whole = whole_of(tensor)
     return whole._spec if is_distributed(whole) else None  # type: ignore[attr-defined]
+
+
+def specs_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """``spec_of`` each of them; nothing where none is distributed."""
+    if not (_HELD or _are_gathered(tensors)):
+        return ()
+    found = tuple(map(spec_of, tensors))
+    return found if any(found) else ()
 
 
 def like_form(form: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ import torch
 from lowtide.errors import ExecutionError
 from lowtide.lower import GradientGroup, Lowered, Step
 from lowtide.program import generators, layouts
-from lowtide.program.distributed.local import address_of, has_forms, spec_for, version_of
+from lowtide.program.distributed.local import address_of, addresses_of, has_forms, spec_for, version_of, versions_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
 from lowtide.program.tangents import owns_tangents
@@ -99,8 +98,7 @@ class ModelCall:
         handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
         own = len(outputs) - len(kept)
         self.kept = dict(zip(kept, outputs[own:], strict=True))
-        self.versions = [version_of(tensor) for tensor in self.inputs]
-        self.addresses = [address_of(tensor) for tensor in self.inputs]
+        self.versions, self.addresses = versions_of(self.inputs), addresses_of(self.inputs)
         self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
         return outputs[:own]
 
@@ -246,6 +244,13 @@ class ModelCall:
             reason = "parameters have been updated in it already, or gradients have left"
         return self.rescue.again(self, lowered, error, reason, [term for each in left for term in each])
 
+    def failed(self, error: BaseException) -> None:
+        """An error in the backward pass ends it, and says what had been updated before."""
+        if self.received:
+            self.generator = None  # it has ended
+        if self.optimizer is not None:
+            self.optimizer.failed(error)
+
     def let_go(self) -> None:
         """Drop what a pass that failed holds."""
         self.generator = None
@@ -328,16 +333,3 @@ def maker_of(tensor: torch.Tensor) -> Any:
     if node is not None and node.name() == "AliasBackward0":
         node = node.next_functions[0][0]
     return getattr(node, "call", None)
-
-
-@contextlib.contextmanager
-def noting_failure(call: ModelCall) -> Iterator[None]:
-    """What fails inside, in the backward pass of ``call``, ends it; the error says what had been updated before."""
-    try:
-        yield
-    except BaseException as error:
-        if call.received:
-            call.generator = None  # it has ended
-        if call.optimizer is not None:
-            call.optimizer.failed(error)
-        raise

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 
 from lowtide.lower import Step
@@ -12,19 +9,13 @@ from lowtide.memory.arena import AddressTable
 
 
 def resumed(generator: Step) -> list[torch.Tensor]:
-    """What the step yields next; what is allocated afterwards is not its own."""
-    with below_autograd():
+    """What the step yields next; what is allocated afterwards is not its own.
+
+    Operators run as inside eager's forward pass: nothing is recorded, but kernels that ask find gradients enabled. The engine's
+    own thread state is restored afterwards.
+    """
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         try:
             return next(generator)
         finally:
             AddressTable.end()
-
-
-@contextlib.contextmanager
-def below_autograd() -> Iterator[None]:
-    """Operators run as inside eager's forward pass: nothing is recorded, but kernels that ask find gradients enabled.
-
-    The engine's own thread state is restored afterwards.
-    """
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
-        yield

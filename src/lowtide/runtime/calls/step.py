@@ -22,7 +22,7 @@ from lowtide.program.results import with_views
 from lowtide.program.sizes import device_of_inputs
 from lowtide.program.targets import UnexpectedValueError
 from lowtide.runtime.calls.arriving import check_arriving, refuse_casts
-from lowtide.runtime.calls.call import Copied, ForMask, ModelCall, noting_failure
+from lowtide.runtime.calls.call import Copied, ForMask, ModelCall
 from lowtide.runtime.calls.chain import nodes_of
 from lowtide.runtime.calls.result_hooks import refuse_hooks
 from lowtide.runtime.programs.rescue import Rescue
@@ -47,8 +47,11 @@ class OutputNode(torch.autograd.Function):
         check_arriving(gradients)
         refuse_casts(ctx.call.lowered.program, ctx.call.device_type)
         _ = ctx.saved_tensors  # the engine's own error on a second backward pass without retain_graph=True
-        with noting_failure(ctx.call):
+        try:
             ctx.call.receive(ctx, gradients)
+        except BaseException as error:
+            ctx.call.failed(error)
+            raise
         return None, None, torch.empty(0, device="cpu")
 
 
@@ -68,8 +71,12 @@ class StageNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
         check_arriving((token,))
-        with without_autocast(ctx.call.device_type), noting_failure(ctx.call):
-            gradients = ctx.call.stage(ctx.node)
+        try:
+            with without_autocast(ctx.call.device_type):
+                gradients = ctx.call.stage(ctx.node)
+        except BaseException as error:
+            ctx.call.failed(error)
+            raise
         wholes = map(whole_gradient, gradients, ctx.specs) if ctx.specs else gradients
         return None, None, torch.empty(0, device="cpu") if ctx.chained else None, *wholes
 

@@ -161,8 +161,9 @@ class SharedBudget:
 
     def _end_gap(self, noted: bool = True) -> None:
         """Note what code between graphs held at most, beside what graphs wait with."""
-        peak_bytes, waiting = self.between.watched(), tuple(self._pending())
+        peak_bytes = self.between.watched()
         if peak_bytes is not None and noted:
+            waiting = tuple(self._pending())
             self.gaps.append((max(peak_bytes - self._saved_bytes(waiting), 0), waiting))
 
     def _saved_bytes(self, waiting: Sequence[ForwardPass]) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import Captured
-from lowtide.capture.copies import named_modules
+from lowtide.capture.model_state import named_modules
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.memory.collector import collect_young, collector_held
 from lowtide.pipeline import Finish, costs_from, fused

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.copies import named_modules
+from lowtide.capture.model_state import named_modules
 from lowtide.program.distributed.sharded import is_sharded
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,17 +15,17 @@ from torch import nn
 from lowtide.capture import Captured
 from lowtide.capture.arguments import flat_arguments, rebuilt
 from lowtide.capture.contract import Conditions
-from lowtide.capture.copies import model_state
+from lowtide.capture.model_state import model_state
 from lowtide.capture.python_state.effects import attribute_effects
 from lowtide.capture.trace.autocast import is_kept
 from lowtide.errors import ExecutionError
 from lowtide.ir import Schedule, simulate
 from lowtide.lower import Lowered
 from lowtide.memory.arena import Arena
-from lowtide.objects.keys import fingerprint, tensor_key
+from lowtide.objects.keys import fingerprint, tensor_keys
 from lowtide.planning import Plan
 from lowtide.program import Program, layouts
-from lowtide.program.distributed.local import like_form, spec_of
+from lowtide.program.distributed.local import like_form, specs_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
 from lowtide.runtime.programs.modes import fixed_modes, modes_as, modes_of
@@ -40,30 +41,31 @@ Names = tuple[tuple[str, ...], ...]
 
 
 def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], names: Names, tree: Any) -> Signature:
-    """Structure and non-tensor values of the call (``tree``), names of the model's tensors and layout of every flat input,
-    flags of the modules, autocast and modes."""
-    device_type = device_of_inputs(inputs).type
+    """Structure and non-tensor values of the call (``tree``), names of the model's tensors, layout and distribution of every
+    flat input, flags of the modules, autocast and modes."""
+    device_type, specs = device_of_inputs(inputs).type, specs_of(inputs)
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     return (
         names,
         fingerprint(tree),
-        tuple(map(tensor_key, inputs)),
+        tensor_keys(inputs),
         modes_of(modules),
         fixed_modes(),
         any(module.__dict__.get("gradient_checkpointing") for module in modules),
         autocast and (autocast, torch.is_autocast_cache_enabled(), *map(is_kept, inputs)),
         tuple(map(type, inputs)),
-        tuple(map(_attributes, inputs[: len(names)])),
-        tuple(map(spec_of, inputs[len(names) :])),
+        _attributes(inputs[: len(names)], specs),
+        specs,
     )
 
 
-def _attributes(tensor: torch.Tensor) -> Any:
-    """What Python code put on a tensor of the model's, or how it is distributed."""
-    own, spec = vars(tensor), spec_of(tensor)
-    if spec is not None:
-        return spec
-    return fingerprint(dict(own)) if own else None
+def _attributes(tensors: Sequence[torch.Tensor], specs: Sequence[Any]) -> tuple[Any, ...]:
+    """What Python code put on tensors that are not distributed, where it did on one."""
+    found = [*map(vars, tensors)]
+    if not any(found):
+        return ()
+    pairs = itertools.zip_longest(found, specs[: len(found)])
+    return tuple(fingerprint(dict(own)) if spec is None else None for own, spec in pairs)
 
 
 def describe(inputs: Sequence[torch.Tensor], states: int) -> str:

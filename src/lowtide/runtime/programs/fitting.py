@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from lowtide.capture.copies import model_state
+from lowtide.capture.model_state import model_state
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.trace.patches import replaced
 from lowtide.errors import InfeasibleBudgetError

@@ -184,7 +184,7 @@ def kind_of(key: Signature, states: int) -> Signature:
     """What calls with this signature share with those that differ in sizes alone; the first ``states`` inputs are the
     model's."""
     names, tree, layouts, *others = key
-    tensors = tuple((len(layout[0]), *layout[2:]) for layout in layouts[states:])
+    tensors = tuple((len(shape), *facts, *signs) for (shape, *facts), _, *signs in layouts[states:])
     return names, tree, layouts[:states], tensors, *others
 
 

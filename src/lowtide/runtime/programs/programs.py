@@ -16,7 +16,7 @@ from torch import nn
 from lowtide.capture import Known
 from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.contract import Captured
-from lowtide.capture.copies import State, model_state
+from lowtide.capture.model_state import State, StateReader, model_state
 from lowtide.capture.python_state.effects import attribute_effects, buffer_effects
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs, held_tensors
 from lowtide.capture.trace.questions import Question
@@ -57,6 +57,7 @@ class Programs:
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model = weakref.ref(model)
+        self._read_state = StateReader()
         self.settings = settings
         self.entries: dict[Signature, list[Entry]] = {}
         self.latest: Entry | None = None
@@ -104,7 +105,7 @@ class Programs:
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], State, Any]:
         """Parameters, buffers and the call's tensors; what the model has, and the structure of the call's arguments."""
-        state = model_state(self.model)
+        state = self._read_state(self.model)
         tensors, tree = flat_arguments(args, kwargs, state.tensors)
         return [*state.tensors, *tensors], state, tree
 
