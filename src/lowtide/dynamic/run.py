@@ -32,6 +32,7 @@ from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.errors import ExecutionError, OnlineBudgetError
 from lowtide.eviction import Pool
 from lowtide.memory.allocators import PeakWindow, meter_of
+from lowtide.memory.collector import CollectorSlowed
 from lowtide.program.source import user_source
 from lowtide.units import format_bytes
 
@@ -122,6 +123,7 @@ class OnlineRun:
         self.thread = _Thread()
         self.open = True
         self.warn_at_ns: float = _WARN_FROM_NS
+        self.collector = CollectorSlowed()
         self.patches = Patches(self.materialize, self.resized, self.mode_inside, lambda: self.memory.lock)
         if settings.habits is not None:
             foresight = Foresight(
@@ -315,6 +317,7 @@ class Session:
                 run.hold_tightest()
             else:
                 run.patches.remove()
+                run.collector.end()
 
     def statistics(self) -> OnlineStatistics:
         peak_bytes = self.window.peak_bytes if self.peak_bytes is None else self.peak_bytes

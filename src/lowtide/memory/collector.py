@@ -6,6 +6,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+_SELDOM = 20_000  # objects more, after which young ones are looked at
+
 
 @contextlib.contextmanager
 def collector_held() -> Iterator[None]:
@@ -17,6 +19,21 @@ def collector_held() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+class CollectorSlowed:
+    """Until ``end``, cycles are collected less often: where each operator leaves some objects behind that stay for a step, the
+    collector would go through all that there are in the process several times a step."""
+
+    def __init__(self) -> None:
+        self._before = gc.get_threshold()
+        self._slowed = _SELDOM, *self._before[1:]
+        if 0 < self._before[0] < _SELDOM:
+            gc.set_threshold(*self._slowed)
+
+    def end(self) -> None:
+        if gc.get_threshold() == self._slowed:  # nobody has set others since
+            gc.set_threshold(*self._before)
 
 
 def collect_young() -> None:
