@@ -37,9 +37,9 @@ class Mean(nn.Module):
 class Deciding(nn.Module):
     """No single program: it decides by data."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 32, blocks: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

@@ -55,7 +55,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def transformer() -> nn.Module:
     torch.manual_seed(0)
-    return Mean(*(Block() for _ in range(4)), nn.Linear(32, 8))
+    return Mean(*(Block() for _ in range(2)), nn.Linear(32, 8))
 
 
 def convolutions() -> nn.Module:
@@ -291,12 +291,12 @@ def test_what_does_not_repeat_its_bits_runs_once() -> None:
 @pytest.mark.parametrize("device", [FIRST, pytest.param(SECOND, marks=pytest.mark.slow)])
 def test_parts(device: torch.device) -> None:
     """A model in parts stays within its budget where its own device is, current or not."""
-    model, x = Deciding().to(device), torch.randn(8, 16, 32, device=device)
+    model, x = Deciding(blocks=2).to(device), torch.randn(8, 16, 32, device=device)
     expected = trained(copy.deepcopy(model), x)
     budget = step_peak(copy.deepcopy(model), x) * 85 // 100
     budgeted = lowtide.rematerialize(copy.deepcopy(model), budget=budget)
     assert equal(trained(budgeted, x), expected)
-    assert len(lowtide.plans(budgeted)) == 3
+    assert len(lowtide.plans(budgeted)) == 2
     assert step_peak(budgeted, x) <= budget
 
 
@@ -380,9 +380,9 @@ def test_max_batch() -> None:
     def sample(batch: int) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         return (torch.randn(batch, *x.shape[1:], device=FIRST),), {}
 
-    found = lowtide.max_batch(sample, model, budget=2 << 20)
+    found = lowtide.max_batch(sample, model, budget=1 << 19)
     assert found.batch > found.batch_without > 0
-    assert found.measured_peak_bytes == found.plan.peak_bytes <= 2 << 20
+    assert found.measured_peak_bytes == found.plan.peak_bytes <= 1 << 19
     assert torch.equal(torch.get_rng_state(), states[0])
     assert torch.equal(torch.hosted.get_rng_state(), states[1])
 

@@ -28,11 +28,9 @@ class _Waves(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of the process and on disk."""
+def _empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the process."""
     monkeypatch.setattr(kernel, "_COMPILED", {})
-    with fresh_cache():
-        yield
 
 
 def _kernels() -> list[Kernel]:
@@ -52,10 +50,17 @@ def _counted(compile: Callable[[], Any]) -> tuple[int, int]:
     return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 
-def test_a_second_start_writes_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    first: list[Kernel] = []
-    assert _counted(lambda: first.extend(_kernels())) == (0, len(first))
-    monkeypatch.setattr(kernel, "_COMPILED", {})
+@pytest.fixture(scope="module")
+def first() -> Iterator[list[Kernel]]:
+    """What is compiled where nothing is on disk yet, nor in the process; from then on its code is."""
+    found: list[Kernel] = []
+    with fresh_cache(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "_COMPILED", {})
+        assert _counted(lambda: found.extend(_kernels())) == (0, len(found))
+        yield found
+
+
+def test_a_second_start_writes_no_code(first: list[Kernel]) -> None:
     second: list[Kernel] = []
     assert _counted(lambda: second.extend(_kernels())) == (len(second), 0)
     assert len(first) > 1
@@ -65,9 +70,9 @@ def test_a_second_start_writes_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(one(*(x.clone() for x in inputs)), other(*inputs))
 
 
-def test_code_for_another_number_of_threads_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("first")
+def test_code_for_another_number_of_threads_is_not_taken() -> None:
     threads = torch.get_num_threads()
-    _kernels()
     try:
         torch.set_num_threads(threads + 1)
         hits, misses = _counted(_kernels)
@@ -77,6 +82,7 @@ def test_code_for_another_number_of_threads_is_not_taken(monkeypatch: pytest.Mon
     assert misses > 0
 
 
+@pytest.mark.usefixtures("first")
 def test_a_kernel_that_overwrites_is_taken_for_no_other() -> None:
     """Neither for one that keeps, nor for its operators compiled by somebody else, in the same settings, as a backward pass
     that keeps its inputs."""

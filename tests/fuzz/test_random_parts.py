@@ -20,7 +20,7 @@ from lowtide.errors import NoGradientError
 from tests.fuzz.losses import Outcome, compare, difference, train
 from tests.fuzz.modules import WIDTH, Description, build, describe
 
-_QUICK = 10
+_QUICK = 4
 _BLOCK = 50
 _SEEDS = int(os.environ.get("LOWTIDE_FUZZ_SEEDS", "1000"))
 
