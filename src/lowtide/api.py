@@ -83,7 +83,7 @@ def rematerialize(
         chunked_loss: Logits and their cross-entropy in pieces: never there as a whole, and sums not equal to the bit.
         optimizer: Updates parameters inside of the backward pass, so that gradients go at once; the loop stays as it is.
         keep_gradients: With ``optimizer``: they stay until its step after all, for what reads all of them (clipping by norm).
-        in_flight: So many calls wait for their backward pass at once (micro-batches of a pipeline): the budget is for all.
+        in_flight: So many calls wait at once, each for a backward pass of its own (micro-batches): the budget is for all.
             With more than one, a plan stays as it is made: ``planning`` waits, and there are no parts and no ``rescue``.
     """
     _require_plannable(model)

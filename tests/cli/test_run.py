@@ -305,6 +305,18 @@ def test_nothing_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "nothing to advise on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("as_module", [False, True])
+def test_arguments_are_the_script_s(
+    as_module: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that abbreviate options of ours, and what follows two dashes."""
+    (tmp_path / "told.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    monkeypatch.chdir(tmp_path)
+    given = ["--c", "--plan=2", "-m", "x", "-h", "--version", "-1", "--", "--budget", "y"]
+    assert main(["run", "--budget", "50%", *(["-m", "told"] if as_module else ["told.py"]), *given]) == 0
+    assert capsys.readouterr().out == f"{given}\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

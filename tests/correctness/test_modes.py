@@ -391,3 +391,78 @@ def test_parameters_of_another_dtype(dtype: torch.dtype) -> None:
         return (x.to(dtype),), {}
 
     compare_training(network, inputs)
+
+
+class FrozenEncoder(nn.Module):
+    """A layer of PyTorch's in evaluation mode without gradients, which then takes kernels of its own, before what trains."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder.requires_grad_(False)
+        self.head = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5))
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(self.encoder, nn.MultiheadAttention):
+            encoded = self.encoder(x, x, x, key_padding_mask=padding)[0]
+        else:
+            encoded = self.encoder(x, src_key_padding_mask=padding)
+        return self.head(encoded).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["layer", "encoder", "padded encoder", "attention"])
+def test_layers_that_do_without_a_backward_pass(kind: str) -> None:
+    """``nn.TransformerEncoder`` does not ask by a tensor's type whether it is traced, but whether functions are overridden."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    encoders = {"layer": layer, "attention": nn.MultiheadAttention(32, 4, batch_first=True)}
+    plain = FrozenEncoder(encoders.get(kind, nn.TransformerEncoder(layer, 2))).train()
+    ours = copy.deepcopy(plain)
+    padding = torch.arange(16) >= torch.tensor([16, 9, 12, 4])[:, None] if kind == "padded encoder" else None
+    args = torch.randn(4, 16, 32), padding
+    lowtide.rematerialize(ours, args, budget="100%")
+    losses = [model(*args) for model in (plain, ours)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for theirs, mine in zip(plain.head.parameters(), ours.head.parameters(), strict=True):
+        assert torch.equal(theirs.grad, mine.grad)
+
+
+@pytest.mark.parametrize("name", ["bilinear", "affine_grid", "lstsq"])
+def test_operators_that_cast_within(name: str) -> None:
+    """Their kernels call operators that autocast casts for."""
+    computed: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "bilinear": lambda y, weight: F.bilinear(y, y, weight.expand(4, 8, 8)),
+        "affine_grid": lambda y, weight: F.affine_grid(
+            y.view(-1, 2, 3), [len(y) * 8 // 6, 1, 4, 4], align_corners=False
+        ),
+        "lstsq": lambda y, weight: torch.linalg.lstsq(weight, y.T).solution,
+    }
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 8)
+    plain, x = Computing(linear, computed[name]), torch.randn(6, 8)
+    ours = copy.deepcopy(plain)
+    results = []
+    for model in (plain, ours):
+        with torch.autocast("cpu"):
+            if model is ours:
+                lowtide.rematerialize(ours, (x,), budget="100%")
+            loss = model(x)
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+class Computing(nn.Module):
+    def __init__(self, linear: nn.Linear, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.compute = linear, compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(torch.tanh(self.linear(x)).float(), self.linear.weight).float().square().sum()

@@ -375,6 +375,18 @@ def test_gradients_may_be_set_to_zero_by_hand_or_in_place() -> None:
     _assert_same(plain, planned)
 
 
+def test_gradients_come_without_a_plan_to_those_that_were_set_to_zero() -> None:
+    """A call in evaluation mode."""
+    pair = _pair(_sgd)
+    for model, optimizer in pair:
+        for seed in range(4):
+            model.train(seed != 1)
+            model(_batch(seed)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    _assert_same(*pair)
+
+
 def test_a_loss_that_uses_parameters_outside_of_the_model_is_refused() -> None:
     _, (model, optimizer) = _pair(_sgd)
     head: Any = model.get_submodule("head")

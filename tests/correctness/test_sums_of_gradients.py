@@ -36,6 +36,13 @@ class _Tied(nn.Module):
         return x @ self.table.weight.t()
 
 
+class _TiedLoss(_Tied):
+    """Returns its own loss."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).log_softmax(-1).square().mean()
+
+
 class _Repeated(nn.Module):
     """One layer, five times, and an output with several views."""
 
@@ -96,6 +103,15 @@ def test_calls_that_wait_together(make: Callable[[], nn.Module], budget: str, si
         return _agreeing(one, *(_ids(10 * seed + number, rows) for number, rows in enumerate(sizes)))
 
     _equal_steps(plain, model, loss)
+
+
+@pytest.mark.parametrize("budget", ["85%", "100%"])
+def test_losses_that_wait_together(budget: str) -> None:
+    """The backward pass of the second call ends before that of the first one begins."""
+    torch.manual_seed(0)
+    plain = _TiedLoss()
+    model = lowtide.rematerialize(copy.deepcopy(plain), budget=budget, planner="greedy")
+    _equal_steps(plain, model, lambda one, seed: one(_ids(2 * seed)) + one(_ids(2 * seed + 1, 8)))
 
 
 def test_calls_at_new_sizes() -> None:

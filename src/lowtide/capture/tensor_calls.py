@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import _symbolic_trace
+from torch.nn.modules import activation
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.python_state.guards.reads import Reads
@@ -30,6 +32,16 @@ from lowtide.program.source import user_source
 _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _VALUES = (torch.Tensor.tolist, *_ARRAYS, *_TEXTS)
+# Their kernels call operators that autocast casts for; others are made of such operators, or cast themselves.
+_CASTING_WITHIN = (
+    torch.bilinear,
+    torch.affine_grid_generator,
+    torch.nn.functional.affine_grid,
+    torch.linalg.lstsq,
+    torch.linalg.pinv,
+    torch.pinverse,
+    torch._transformer_encoder_layer_fwd,
+)
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _REQUIRING = (torch.Tensor.requires_grad_, _REQUIRES_GRAD.__set__)
 _DESCRIBING = (
@@ -51,6 +63,25 @@ def compiled_operators_refused() -> contextlib.AbstractContextManager[None]:
 
     owner, name = torch._higher_order_ops.utils, "_hop_compile_and_call"
     return replaced(owner, name, refuse) if hasattr(owner, name) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def told_as_in_eager() -> Iterator[None]:
+    """Inside, code that asks whether it is traced, or whether functions are overridden, is told what it is told in eager:
+    layers of PyTorch's choose their kernels by it."""
+    outside = torch._C._len_torch_function_stack() > 0  # modes of the user's
+    disabled = torch._C._disabled_torch_function_impl
+
+    def overrides(one: Any) -> bool:
+        own = getattr(type(one), "__torch_function__", disabled)
+        return own is not disabled and type(one) not in (torch.Tensor, *TRACED)
+
+    with (
+        replaced(_symbolic_trace, "_is_fx_tracing_flag", False),
+        replaced(activation, "_is_make_fx_tracing", lambda: False),
+        replaced(torch.overrides, "has_torch_function", lambda given: outside or any(map(overrides, given))),
+    ):
+        yield
 
 
 class TensorCalls(torch.overrides.TorchFunctionMode):
@@ -99,6 +130,7 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
         if has_distributed():
             _refuse_unregistered((args, kwargs))
         refuse_gradients(func, args, self.given)
+        _refuse_casting(func, args)
         refuse_retained(func, args, self.state)
         if args:
             refuse_unknown(func, sys._getframe(1), args[0], self.given)
@@ -144,6 +176,16 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
             return False
         self.reads.note("gradient", real, "", None, "the gradient of a parameter or a buffer")
         return True
+
+
+def _refuse_casting(func: Any, args: Sequence[Any]) -> None:
+    """Raises ``CaptureError`` where autocast casts within the kernel of an operator, which runs without it in a plan."""
+    device = next((one.device.type for one in args if isinstance(one, torch.Tensor)), "cpu")
+    if func in _CASTING_WITHIN and torch.is_autocast_enabled(device):
+        raise CaptureError(
+            f"autocast casts within the kernel of {func.__name__} ({user_source()}), where no plan follows. Call it inside of "
+            f"torch.autocast({device!r}, enabled=False), or run the model in parts."
+        )
 
 
 def _refuse_unregistered(given: Any) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx import _symbolic_trace
 
 from lowtide.capture.arguments import put_on, rebuilt, refuse_marks
 from lowtide.capture.copies import copy_without_data
@@ -44,7 +43,7 @@ from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.observe import Observer
 from lowtide.capture.python_state.guards.reads import Place, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned
-from lowtide.capture.tensor_calls import TensorCalls, compiled_operators_refused
+from lowtide.capture.tensor_calls import TensorCalls, compiled_operators_refused, told_as_in_eager
 from lowtide.capture.trace.autocast import periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
 from lowtide.capture.trace.classes import mark_parameters
@@ -287,7 +286,7 @@ class TracedModel:
             self.call.caches.without_fakes(),
             replaced(FunctionalTensor, "__repr__", torch.Tensor.__repr__),
             replaced(nn.Module, "to", staying(nn.Module.to)),
-            replaced(_symbolic_trace, "_is_fx_tracing_flag", False),  # code is told what it is told in eager
+            told_as_in_eager(),
             compiled_operators_refused(),
             no_hooks,
             unwrapped(self.call.model),

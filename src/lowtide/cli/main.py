@@ -37,7 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
     for command, summary in _COMMANDS.items():
         name = command.__name__.rpartition(".")[2].replace("_", "-")
         add_options = getattr(command, "add_options", None)
-        parser_of = commands.add_parser(name, help=summary, description=command.__doc__ if add_options else None)
+        description = command.__doc__ if add_options else None
+        # No abbreviations: those of a script's own options would be looked for among ours, and be ambiguous there.
+        parser_of = commands.add_parser(name, help=summary, description=description, allow_abbrev=False)
         parser_of.set_defaults(run=command.run)
         if add_options is not None:
             add_options(parser_of)

@@ -50,20 +50,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_script_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [options] (SCRIPT | -m MODULE) ARGS"
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="a module, and its arguments"
-    )
+    parser.add_argument("-m", dest="as_module", action="store_true", help="run a module, by its name, not a file")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a script, and its arguments")
 
 
 def script_of(options: argparse.Namespace) -> tuple[str, list[str], bool]:
     """The file or module to run, its arguments, and whether it is a module."""
-    words = options.module or options.script
+    words = options.script
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
         raise PlanError("name a script, such as lowtide run --budget 60% train.py, or a module with -m.")
-    return words[0], words[1:], bool(options.module)
+    return words[0], words[1:], options.as_module
 
 
 def run(options: argparse.Namespace) -> int:

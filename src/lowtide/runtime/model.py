@@ -121,6 +121,7 @@ class Rematerialized(Planned):
     def _run_as_it_is(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self._split_waiting()
+            self._fill_zeroed()
         return super()._run_as_it_is(args, kwargs)
 
     def _split_waiting(self) -> None:
@@ -135,6 +136,7 @@ class Rematerialized(Planned):
         self.plan_anew()
 
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self._fill_zeroed()
         if self.parts is None:
             return self._run_online(args, kwargs)
         if self._was_whole and self.parts.are_none:

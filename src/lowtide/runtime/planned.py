@@ -35,6 +35,7 @@ from lowtide.runtime.programs.entry import Entry, Sample, Signature, signature
 from lowtide.runtime.programs.programs import Programs
 from lowtide.runtime.programs.unusual import UnusualCalls
 from lowtide.runtime.transforms import is_transformed
+from lowtide.runtime.updates.spent import fill_zeroed
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
 from lowtide.sharing.pass_budget import pass_bytes
@@ -143,6 +144,11 @@ class Planned(Programs):
 
     def _run_as_it_is(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return self.original_forward(*args, **kwargs)
+
+    def _fill_zeroed(self) -> None:
+        """A call begins whose gradients are added to those that are there."""
+        if self.optimizer is not None:
+            fill_zeroed(self.optimizer.optimizer)
 
     def _run_planned(self, entry: Entry, sample: Sample, inputs: list[torch.Tensor], tree: Any) -> Any:
         model, contract, draws = self.model, entry.captured.contract, entry.conditions[0].draws

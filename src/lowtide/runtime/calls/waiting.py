@@ -41,8 +41,8 @@ class WaitingCalls:
             self._said = True
             _LOG.warning(
                 "%d calls of %s wait for their backward pass at once, and its budget is for %d: what the others hold comes on "
-                "top. Give lowtide.rematerialize in_flight=%d or what it comes to (micro-batches of a pipeline, say), or run "
-                "each backward pass before the next call.",
+                "top. Run each backward pass before the next call or, where each has a backward pass of its own (micro-batches "
+                "of a pipeline), give lowtide.rematerialize in_flight=%d or what it comes to.",
                 waiting, self._name, self._in_flight, waiting,
             )  # fmt: skip
 

@@ -118,9 +118,9 @@ class Programs:
         with stage_seconds() as taken, shown(type(self.model).__name__):
             kin, shapes, member = None, None, None
             if old is not None and mask is not None:
-                old.captured_for.setdefault(old.captured.program.mask, old.captured)
-                found = old.captured_for.get(mask)
-                captured = found or self._capture(sample, mask, Known.of(old.captured))
+                if not (self.in_terms and old.captured.program.sums):
+                    old.captured_for.setdefault(old.captured.program.mask, old.captured)
+                captured = old.captured_for.get(mask) or self._capture(sample, mask, Known.of(old.captured))
                 old.captured_for[mask] = captured
             else:
                 kin, shapes, member = self._member(key, sample)
