@@ -33,8 +33,13 @@ class BackwardCalls:
     def are_under_way(self) -> bool:
         return self._entered is not None
 
+    @property
+    def may_be(self) -> bool:
+        """Whether backward passes call submodules, as far as is known."""
+        return self.hidden and (self.found or self._steps < _TRIED)
+
     def returned(self, result: Any) -> None:
-        if self.hidden and (self.found or self._steps < _TRIED):
+        if self.may_be:
             self._steps += 1
             tell(result, self._reached)
 

@@ -279,7 +279,7 @@ class Parts:
         peak_bytes, at_once = self._eager.peak_bytes, not (self._has_any or is_percentage(self.shared.settings.given))
         self._eager.given(arguments)
         tried = not self._has_any or self._is_hopeless or (self.are_none and not self.watch.calls)
-        if not (tried and self._eager.are_its_own and (peak_bytes or at_once)):
+        if not (tried and not self.backward.may_be and self._eager.are_its_own and (peak_bytes or at_once)):
             return None
         budget_bytes, _ = self.shared.budget_for([], [Constraint(peak_bytes, -1, False, ())])
         return budget_bytes if peak_bytes > budget_bytes or at_once else None

@@ -16,7 +16,7 @@ from torch import nn
 from lowtide.capture import Known
 from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.contract import Captured
-from lowtide.capture.model_state import State, StateReader, model_state
+from lowtide.capture.model_state import State, StateReader
 from lowtide.capture.python_state.effects import attribute_effects, buffer_effects
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs, held_tensors
 from lowtide.capture.trace.questions import Question
@@ -56,8 +56,7 @@ class Programs:
     shares_budget = False
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self._model = weakref.ref(model)
-        self._read_state = StateReader()
+        self._model, self._read_state = weakref.ref(model), StateReader()
         self.settings = settings
         self.entries: dict[Signature, list[Entry]] = {}
         self.latest: Entry | None = None
@@ -259,7 +258,7 @@ class Programs:
         return captured
 
     def _capture(self, sample: Sample, mask: GradientMask | None, known: Known | None = None) -> Captured:
-        terms_from = self.terms_from(len(model_state(self.model).tensors))
+        terms_from = self.terms_from(len(self._read_state(self.model).tensors))
         return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, known, terms_from)
 
     def _may_be_apart(self) -> bool:
@@ -343,7 +342,7 @@ class Programs:
 
     def _refuse(self, key: Signature, inputs: list[torch.Tensor]) -> None:
         known = self._latest(key) if self.entries.get(key) else None
-        what = new_call(self.model, inputs, len(model_state(self.model).tensors), known)
+        what = new_call(self.model, inputs, len(self._read_state(self.model).tensors), known)
         if self.settings.on_new_signature == "error":
             raise PlanError(f'{what}; call with the planned shapes, or pass on_new_signature="plan" (or "eager").')
         if not self._warned:
