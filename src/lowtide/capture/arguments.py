@@ -39,7 +39,7 @@ def flat_arguments(
 
 
 def _flat(tree: Any, state: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-    tensors, arguments = structure.flatten(tree)
+    tensors, arguments = structure.flatten(tree, state)
     return structure.distinct([form_of(tensor) for tensor in tensors], arguments, state)
 
 

@@ -63,10 +63,12 @@ class Ancestor:
     weak: bool = False
 
 
-def flatten(tree: Any) -> tuple[list[torch.Tensor], Any]:
-    """The tensors in ``tree``, each object once per occurrence, and the structure that ``unflatten`` takes."""
-    tensors: list[torch.Tensor] = []
-    return tensors, _visit(tree, tensors, (), {})
+def flatten(tree: Any, known: Sequence[torch.Tensor] = ()) -> tuple[list[torch.Tensor], Any]:
+    """The tensors in ``tree``, each object once per occurrence, and the structure that ``unflatten`` takes, whose slots count
+    the ``known`` tensors first."""
+    tensors = [*known]
+    structure = _visit(tree, tensors, (), {})
+    return tensors[len(known) :], structure
 
 
 def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: dict[int, Any]) -> Any:
@@ -132,21 +134,21 @@ def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
 def distinct(
     tensors: Sequence[torch.Tensor], structure: Any, known: Sequence[torch.Tensor] = ()
 ) -> tuple[list[torch.Tensor], Any]:
-    """Each of the tensors once, but for those that are ``known``; and the structure, whose slots count the known ones first."""
-    new: dict[int, torch.Tensor] = {}
+    """Each of the tensors once, but for those that are ``known``; and the structure that ``flatten`` gave for them, with the
+    slots of these."""
+    new: list[torch.Tensor] = []
     position: dict[int, int] = {}
     for tensor in tensors:
         if id(tensor) not in position:
-            place = next(
-                itertools.compress(itertools.count(), map(operator.is_, known, itertools.repeat(tensor))), None
-            )
-            if place is None:
-                place = len(known) + len(new)
-                new[id(tensor)] = tensor
+            same = map(operator.is_, known, itertools.repeat(tensor))
+            place = next(itertools.compress(itertools.count(), same), len(known) + len(new))
+            if place == len(known) + len(new):
+                new.append(tensor)
             position[id(tensor)] = place
-    slot_of = [Slot(position[id(tensor)]) for tensor in tensors]
-    renumbered = replaced(structure, lambda leaf: slot_of[leaf.index] if isinstance(leaf, Slot) else leaf)
-    return list(new.values()), renumbered
+    if len(new) == len(tensors):  # as they were counted
+        return new, structure
+    slots = [Slot(position[id(tensor)]) for tensor in tensors]
+    return new, replaced(structure, lambda leaf: slots[leaf.index - len(known)] if isinstance(leaf, Slot) else leaf)
 
 
 def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = (), within: tuple[Any, ...] = ()) -> Any:
