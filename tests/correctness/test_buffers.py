@@ -31,7 +31,7 @@ def _convolutional(**options: Any) -> nn.Module:
 
 
 def test_batch_norm() -> None:
-    compare_training(_convolutional, _images, budgets=("100%", "70%", MINIMUM))
+    compare_training(_convolutional, _images, budgets=("100%", "70%", MINIMUM), quick=1)
 
 
 def test_batch_norm_cumulative_average() -> None:
@@ -273,7 +273,7 @@ class _Counters(nn.Module):
 
 
 def test_mutated_and_reassigned_buffers() -> None:
-    compare_training(lambda: WithLoss(_Counters()), rows(), budgets=("70%", MINIMUM))
+    compare_training(lambda: WithLoss(_Counters()), rows(), budgets=("70%", MINIMUM), quick=0)
 
 
 def test_spectral_norm() -> None:

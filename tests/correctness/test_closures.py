@@ -116,7 +116,7 @@ MAKE += [_by_method, _by_default_method, _by_partial_of_a_method, _wrapping_forw
 @pytest.mark.parametrize("make", MAKE)
 def test_heads_that_close_over_the_model(make: Callable[[Any], Any]) -> None:
     (outcome, *_) = compare_training(
-        lambda: Tied(make), inputs(), budgets=("80%", MINIMUM), on_capture_error="error", dynamic=False
+        lambda: Tied(make), inputs(), budgets=("80%", MINIMUM), quick=0, on_capture_error="error", dynamic=False
     )
     assert len(lowtide.plans(outcome.model)) == 1
 

@@ -303,7 +303,7 @@ def test_a_teacher_that_is_not_registered() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.net(x) - self.teacher[0](x).detach() * 2).square().mean()
 
-    compare_training(Student, _inputs, budgets=("80%", MINIMUM))
+    compare_training(Student, _inputs, budgets=("80%", MINIMUM), quick=0)
 
 
 def test_a_hidden_parameter_that_is_replaced() -> None:

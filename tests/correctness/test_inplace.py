@@ -97,7 +97,7 @@ class _Views(nn.Module):
 
 
 def test_views() -> None:
-    compare_training(lambda: WithLoss(_Views()), rows(), budgets=("70%", MINIMUM))
+    compare_training(lambda: WithLoss(_Views()), rows(), budgets=("70%", MINIMUM), quick=0)
 
 
 class _InputViews(nn.Module):
@@ -128,7 +128,7 @@ def test_results_that_alias_inputs_and_each_other() -> None:
     room_for_sums = 4 * (
         BATCH * 32 + BATCH * 16 + 32 * 32
     )  # of the gradients of y, its half and the weight's transpose
-    compare_training(_InputViews, rows(), loss, budgets=("70%", MINIMUM), unmet_bytes=room_for_sums)
+    compare_training(_InputViews, rows(), loss, budgets=("70%", MINIMUM), quick=0, unmet_bytes=room_for_sums)
 
 
 class _MutatesArgument(nn.Module):

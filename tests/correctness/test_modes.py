@@ -206,7 +206,7 @@ def test_autocast_inside_the_model() -> None:
             with torch.autocast("cpu", enabled=False):
                 return self.head(y.float()).square().mean()
 
-    compare_training(Inside, rows(), budgets=("70%", MINIMUM))
+    compare_training(Inside, rows(), budgets=("70%", MINIMUM), quick=0)
 
 
 def test_arguments_that_are_leaves_and_others_under_autocast() -> None:

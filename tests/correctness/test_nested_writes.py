@@ -114,7 +114,7 @@ def test_each_write_is_one_operator() -> None:
     assert all(op.overwrites for op in writes[1:])
     shapes = [program.metas[op.inputs[1]].shape for op in writes]
     assert shapes == [(2, 4, 4), (2, 2, 4), (2, 1, 4)]
-    compare_training(Deep, _cubes(2, 4, 8), budgets=("70%", MINIMUM))
+    compare_training(Deep, _cubes(2, 4, 8), budgets=(MINIMUM,))
 
 
 def test_at_other_lengths() -> None:
@@ -158,4 +158,4 @@ class Elsewhere(nn.Module):
 
 
 def test_parts_that_go_elsewhere() -> None:
-    compare_training(Elsewhere, _cubes(4, 4, 4), budgets=("70%", MINIMUM))
+    compare_training(Elsewhere, _cubes(4, 4, 4), budgets=("75%", MINIMUM), quick=0)

@@ -100,7 +100,7 @@ def test_other_lengths_in_every_step(as_list: bool) -> None:
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return _Tagger(num_layers=2, bidirectional=True, batch_first=True)
+        return _Tagger(bidirectional=True, batch_first=True)
 
     plain, own = model(), model()
     lowtide.rematerialize(own, budget="95%", planner="auto{effort=2}")

@@ -68,7 +68,7 @@ def test_output_fed_into_the_model_again() -> None:
         return y
 
     compare_training(
-        lambda: perceptron(4), rows(requires_grad=True), step=step, check_peak=False, budgets=("70%", MINIMUM)
+        lambda: perceptron(4), rows(requires_grad=True), step=step, check_peak=False, budgets=("70%", MINIMUM), quick=0
     )
 
 

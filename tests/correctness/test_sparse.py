@@ -56,7 +56,7 @@ def test_an_adjacency_is_an_argument(coalesced: bool) -> None:
     def inputs(seed: int) -> Any:
         return (_rows(seed), _adjacency(coalesced=coalesced, seed=seed)), {}
 
-    compare_training(lambda: WithLoss(_Graph()), inputs, budgets=("70%", MINIMUM))
+    compare_training(lambda: WithLoss(_Graph()), inputs, budgets=("70%", MINIMUM), quick=0)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ class _Holding(nn.Module):
 @pytest.mark.parametrize("registered", [True, False], ids=["buffer", "attribute"])
 def test_an_adjacency_is_held(registered: bool) -> None:
     compare_training(
-        lambda: WithLoss(_Holding(registered)), lambda seed: ((_rows(seed),), {}), budgets=("70%", MINIMUM)
+        lambda: WithLoss(_Holding(registered)), lambda seed: ((_rows(seed),), {}), budgets=("70%", MINIMUM), quick=0
     )
 
 
@@ -118,7 +118,9 @@ class _Making(nn.Module):
 
 def test_an_adjacency_is_made() -> None:
     edges = _adjacency().indices()
-    compare_training(lambda: WithLoss(_Making()), lambda seed: ((_rows(seed), edges), {}), budgets=("70%", MINIMUM))
+    compare_training(
+        lambda: WithLoss(_Making()), lambda seed: ((_rows(seed), edges), {}), budgets=("70%", MINIMUM), quick=0
+    )
 
 
 class _Sized(nn.Module):

@@ -156,7 +156,7 @@ def _keyword_inputs(iteration: int) -> Any:
 
 
 def test_keyword_and_nested_arguments() -> None:
-    compare_training(_Keywords, _keyword_inputs, budgets=("70%", MINIMUM))
+    compare_training(_Keywords, _keyword_inputs, budgets=("70%", MINIMUM), quick=0)
 
 
 def test_defaults_and_none() -> None:

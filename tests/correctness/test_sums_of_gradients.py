@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
+from tests.support.wide import pairs
 
 WIDTH = 32
 
@@ -90,11 +91,13 @@ def _equal_steps(
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), seed
 
 
-@pytest.mark.parametrize("make", [_Tied, _Repeated])
-@pytest.mark.parametrize("budget", ["85%", "100%"])
-@pytest.mark.parametrize("sizes", [(16, 16), (16, 8, 16)])
-def test_calls_that_wait_together(make: Callable[[], nn.Module], budget: str, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("of", "sizes"),
+    pairs([(_Tied, "85%"), (_Tied, "100%"), (_Repeated, "100%"), (_Repeated, "85%")], [(16, 16), (16, 8, 16)]),
+)
+def test_calls_that_wait_together(of: tuple[Callable[[], nn.Module], str], sizes: tuple[int, ...]) -> None:
     """From the first step on: the first call is known to be one of several only when the second one begins."""
+    make, budget = of
     torch.manual_seed(0)
     plain = make()
     model = lowtide.rematerialize(copy.deepcopy(plain), budget=budget, planner="greedy")
@@ -276,9 +279,8 @@ class _Upstream(nn.Module):
         self.start, self.pair = nn.Linear(WIDTH, WIDTH), _Pair()
 
 
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("order", [(0, 2, 1, 2, 0), (2, 1, 0, 1, 2), (1, 0, 2, 0)])
-def test_gradients_of_other_results_than_before(calls: int, order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("order", "calls"), pairs([(0, 2, 1, 2, 0), (2, 1, 0, 1, 2), (1, 0, 2, 0)], [2, 1]))
+def test_gradients_of_other_results_than_before(order: tuple[int, ...], calls: int) -> None:
     """A program for other gradients has more terms than the one that ran forward, or fewer."""
     torch.manual_seed(0)
     plain = _Upstream()

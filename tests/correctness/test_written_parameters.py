@@ -64,7 +64,7 @@ class _Writing(nn.Module):
 
 @pytest.mark.parametrize("write", [_clipped, _normalized, _twice, _replaced, _assigned, _in_a_row])
 def test_weights_are_written_first(write: Write) -> None:
-    compare_training(lambda: WithLoss(_Writing(write)), rows(), budgets=("70%", MINIMUM))
+    compare_training(lambda: WithLoss(_Writing(write)), rows(), budgets=("70%", MINIMUM), quick=0)
 
 
 def test_a_write_after_the_weight_was_used() -> None:
@@ -88,7 +88,7 @@ class _Clipping(nn.Module):
 
 
 def test_all_parameters_are_clipped() -> None:
-    compare_training(lambda: WithLoss(_Clipping()), rows(), budgets=("70%", MINIMUM))
+    compare_training(lambda: WithLoss(_Clipping()), rows(), budgets=("70%", MINIMUM), quick=0)
 
 
 class _Averaging(nn.Module):
@@ -108,7 +108,7 @@ class _Averaging(nn.Module):
 
 
 def test_an_average_of_parameters_is_assigned() -> None:
-    compare_training(lambda: WithLoss(_Averaging()), rows(), budgets=("70%", MINIMUM))
+    compare_training(lambda: WithLoss(_Averaging()), rows(), budgets=("70%", MINIMUM), quick=0)
 
 
 class _Embedding(nn.Module):
@@ -125,7 +125,7 @@ def test_embeddings_with_a_largest_norm() -> None:
     def tokens(seed: int) -> tuple[tuple[torch.Tensor], dict[str, Any]]:
         return (torch.randint(0, 20, (BATCH, 5), generator=torch.Generator().manual_seed(seed)),), {}
 
-    compare_training(lambda: WithLoss(_Embedding()), tokens, budgets=("70%", MINIMUM))
+    compare_training(lambda: WithLoss(_Embedding()), tokens, budgets=("70%", MINIMUM), quick=0)
 
 
 def test_an_argument_is_written_into() -> None:
@@ -138,7 +138,7 @@ def test_an_argument_is_written_into() -> None:
             x.data.clamp_(-1, 1)
             return self.layers(x)
 
-    compare_training(lambda: WithLoss(Clamping()), rows(requires_grad=True), budgets=("70%", MINIMUM))
+    compare_training(lambda: WithLoss(Clamping()), rows(requires_grad=True), budgets=("70%", MINIMUM), quick=0)
 
 
 def test_another_call_that_waits_for_its_backward_pass() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lowtide
-from benchmarks.models import MODELS, QUICK
+from benchmarks.models import MODELS
 from lowtide.capture import capture
 from lowtide.fusion import Kernel, rewrite, split_norms
 from lowtide.fusion.proof import check_same
@@ -52,7 +52,7 @@ def test_a_fused_program_is_the_captured_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+    "name", [name if name in ("gpt2", "unet2d") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
 def test_architectures(name: str) -> None:
     model, args, kwargs = MODELS[name]()

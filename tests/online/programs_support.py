@@ -13,8 +13,9 @@ import torch
 import lowtide
 from examples.dynamic import load
 from examples.dynamic.program import Program, seeded
+from tests.support.wide import is_wide
 
-STEPS = 3
+STEPS = 3 if is_wide() else 2
 
 
 @dataclass(frozen=True, slots=True)

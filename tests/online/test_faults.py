@@ -250,7 +250,7 @@ def _starting_over(interrupted: Callable[[Callable[[], Any]], Any]) -> Callable[
     return setup
 
 
-@pytest.mark.parametrize("call", [10, 300, 3_000, 12_000, 30_000, 60_000])
+@pytest.mark.parametrize("call", [10, 300, 3_000, 12_000, pytest.param(30_000, marks=pytest.mark.slow), 60_000])
 def test_interrupt_by_a_signal(call: int) -> None:
     """In the first operator, and up to the fourth step inside the context."""
 

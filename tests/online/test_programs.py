@@ -55,7 +55,7 @@ def test_whatever_operators_cost(name: str, share: int, seed: int, monkeypatch: 
     test_within_budget_and_equal(name, share)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow) if one == "lstm" else one for one in NAMES])
 def test_nothing_is_evicted_where_everything_fits(name: str) -> None:
     expected = eager(name)
     session = lowtide.online(2 * expected.peak_bytes)

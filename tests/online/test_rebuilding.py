@@ -19,7 +19,7 @@ from tests.online.scenarios import interrupted_inside
 from tests.support.wide import seeds
 
 KIB = 1024
-SEEDS = seeds(12, 40)
+SEEDS = seeds(5, 40)
 
 
 @pytest.fixture(autouse=True)

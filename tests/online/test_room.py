@@ -72,7 +72,7 @@ def test_training(counter: AllocationCounter, share: int) -> None:
     assert steps.later_peak_bytes <= budget < eager_steps.later_peak_bytes
 
 
-@pytest.mark.parametrize("name", ["lstm", "treelstm", "experts"])
+@pytest.mark.parametrize("name", ["lstm", pytest.param("treelstm", marks=pytest.mark.slow), "experts"])
 def test_programs(counter: AllocationCounter, name: str) -> None:
     """Shapes that change from step to step: equal to the bit all the same."""
     expected = eager(name)

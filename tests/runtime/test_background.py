@@ -235,11 +235,11 @@ def test_a_budget_that_only_the_search_meets_is_waited_for(caplog: pytest.LogCap
     """And one that none meets is refused with the numbers of the whole search."""
     args, kwargs = copy_inputs(rows()(0))
     with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
-        lowtide.rematerialize(make(lambda: _network(3)), args, kwargs, budget=1)
+        lowtide.rematerialize(make(lambda: _network(2)), args, kwargs, budget=1)
     with pytest.raises(lowtide.InfeasibleBudgetError) as waited:
-        lowtide.rematerialize(make(lambda: _network(3)), args, kwargs, budget=1, planning="wait")
+        lowtide.rematerialize(make(lambda: _network(2)), args, kwargs, budget=1, planning="wait")
     assert refused.value.minimum_bytes == waited.value.minimum_bytes
-    model = lowtide.rematerialize(make(lambda: _network(3)), args, kwargs, budget=refused.value.minimum_bytes)
+    model = lowtide.rematerialize(make(lambda: _network(2)), args, kwargs, budget=refused.value.minimum_bytes)
     (plan,) = lowtide.plans(model)
     assert plan.peak_bytes <= refused.value.minimum_bytes
     lowtide.restore(model)

@@ -249,11 +249,11 @@ class _Remembering(nn.Module):
     "how",
     [
         "number in an attribute",
-        "key of a table",
-        "text",
+        pytest.param("key of a table", marks=pytest.mark.slow),
+        pytest.param("text", marks=pytest.mark.slow),
         "tensor in an attribute",
         "numpy",
-        "item of a list",
+        pytest.param("item of a list", marks=pytest.mark.slow),
         "loop",
     ],
 )

@@ -20,7 +20,7 @@ from lowtide.sharing import Member
 from lowtide.sharing.in_flight import Calls
 from tests.support.training import QUICK
 from tests.support.versions import needs_2_13
-from tests.support.wide import is_wide
+from tests.support.wide import is_wide, pairs
 
 
 def blocks() -> nn.Module:
@@ -57,7 +57,7 @@ def peak(model: nn.Module, ahead: int, squared: bool = False) -> int:
     return lowtide.measure(step, model, ahead, squared).peak_bytes
 
 
-@pytest.mark.parametrize(("ahead", "share"), [(2, 0.6), (2, 0.8), (4, 0.6), (4, 0.8)])
+@pytest.mark.parametrize(("ahead", "share"), pairs([2, 4], [0.6, 0.8]))
 def test_the_budget_is_for_all_of_them(ahead: int, share: float) -> None:
     """Measured over the step, whichever gradients there are, and equal to the bit."""
     reference = blocks()

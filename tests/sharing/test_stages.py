@@ -146,7 +146,7 @@ def drawn_costs(program: Program, seed: int) -> Costs:
 SAMPLES = ((torch.ones(ROWS, WIDTH),),) * 2
 
 
-@pytest.mark.parametrize("share, seed", [(0.6, None), (0.6, 3), (0.8, None)])
+@pytest.mark.parametrize("share, seed", [(0.6, None), (0.6, 3), pytest.param(0.8, None, marks=pytest.mark.slow)])
 def test_they_stay_within_one_budget(share: float, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured, whichever gradients there are and also with smaller micro-batches, whatever takes long, and equal to the
     bit."""

@@ -66,6 +66,7 @@ def compare_training(
     *,
     step: Step | None = None,
     budgets: Sequence[int | str] = BUDGETS,
+    quick: int = -1,
     iterations: int = ITERATIONS,
     tolerance: float = 0.0,
     layouts: bool = True,
@@ -75,7 +76,7 @@ def compare_training(
     **options: Any,
 ) -> list[Outcome]:
     """Compare eager with a rematerialized model at each of ``budgets``, all of which must be met; see ``MINIMUM``. Without the
-    slow tests that is the last of them, the tightest.
+    slow tests that is one of them: the last and tightest, or the ``quick`` one.
 
     ``make_inputs(iteration)`` returns ``(args, kwargs)``; the first one is the sample that the plan is made for. A custom
     ``step`` runs forward and backward itself; its peak is compared only where ``check_peak`` holds: it is the predicted one,
@@ -91,7 +92,8 @@ def compare_training(
         model = prepared(model_factory, make_inputs, budget, prepare=prepare, **planner)
         return model, run_training(model, make_inputs, step_function, iterations)
 
-    for index, budget in list(enumerate(budgets))[0 if is_wide() else -1 :]:
+    numbered = [*enumerate(budgets)]
+    for index, budget in numbered if is_wide() else [numbered[quick]]:
         usual = PLANNERS[1] if budget == MINIMUM else PLANNERS[index % len(PLANNERS)]
         planner = {} if prepare else {"planner": usual, **options}
         model, records = _by_one_of_both(functools.partial(trained, budget), **planner)
