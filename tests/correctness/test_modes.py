@@ -434,15 +434,14 @@ def test_layers_that_do_without_a_backward_pass(kind: str) -> None:
         assert torch.equal(theirs.grad, mine.grad)
 
 
-@pytest.mark.parametrize("name", ["bilinear", "affine_grid", "lstsq"])
+@pytest.mark.parametrize("name", ["bilinear", "affine_grid"])
 def test_operators_that_cast_within(name: str) -> None:
-    """Their kernels call operators that autocast casts for."""
+    """Their kernels call operators that autocast casts for. (So does that of lstsq, which differs from itself in eager.)"""
     computed: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         "bilinear": lambda y, weight: F.bilinear(y, y, weight.expand(4, 8, 8)),
         "affine_grid": lambda y, weight: F.affine_grid(
             y.view(-1, 2, 3), [len(y) * 8 // 6, 1, 4, 4], align_corners=False
         ),
-        "lstsq": lambda y, weight: torch.linalg.lstsq(weight, y.T).solution,
     }
     torch.manual_seed(0)
     linear = nn.Linear(8, 8)

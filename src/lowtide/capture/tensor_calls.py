@@ -180,8 +180,10 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
 
 def _refuse_casting(func: Any, args: Sequence[Any]) -> None:
     """Raises ``CaptureError`` where autocast casts within the kernel of an operator, which runs without it in a plan."""
+    if func not in _CASTING_WITHIN:
+        return
     device = next((one.device.type for one in args if isinstance(one, torch.Tensor)), "cpu")
-    if func in _CASTING_WITHIN and torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device):
         raise CaptureError(
             f"autocast casts within the kernel of {func.__name__} ({user_source()}), where no plan follows. Call it inside of "
             f"torch.autocast({device!r}, enabled=False), or run the model in parts."
