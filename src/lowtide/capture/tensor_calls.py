@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import _symbolic_trace
 from torch.nn.modules import activation
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.python_state.guards.reads import Reads
@@ -69,17 +70,22 @@ def compiled_operators_refused() -> contextlib.AbstractContextManager[None]:
 def told_as_in_eager() -> Iterator[None]:
     """Inside, code that asks whether it is traced, or whether functions are overridden, is told what it is told in eager:
     layers of PyTorch's choose their kernels by it."""
-    outside = torch._C._len_torch_function_stack() > 0  # modes of the user's
     disabled = torch._C._disabled_torch_function_impl
+    modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 
     def overrides(one: Any) -> bool:
         own = getattr(type(one), "__torch_function__", disabled)
         return own is not disabled and type(one) not in (torch.Tensor, *TRACED)
 
+    def are_overridden(given: Iterable[Any]) -> bool:
+        # Without the mode whose code runs, and without ours.
+        theirs = any(not type(mode).__module__.startswith("lowtide.") for mode in modes())
+        return torch._C._is_torch_function_enabled() and (theirs or any(map(overrides, given)))
+
     with (
         replaced(_symbolic_trace, "_is_fx_tracing_flag", False),
         replaced(activation, "_is_make_fx_tracing", lambda: False),
-        replaced(torch.overrides, "has_torch_function", lambda given: outside or any(map(overrides, given))),
+        replaced(torch.overrides, "has_torch_function", are_overridden),
     ):
         yield
 
