@@ -6,6 +6,7 @@ tensor. Gradients leave the program as plain tensors too, and become distributed
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 import weakref
@@ -103,12 +104,10 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     """``address_of`` each of them."""
-    try:
-        return (
-            [address_of(one) for one in tensors] if _are_gathered(tensors) else [*map(torch.Tensor.data_ptr, tensors)]
-        )
-    except RuntimeError:
-        return [address_of(tensor) for tensor in tensors]
+    if not _are_gathered(tensors):
+        with contextlib.suppress(RuntimeError):  # sparse
+            return [*map(torch.Tensor.data_ptr, tensors)]
+    return [address_of(tensor) for tensor in tensors]
 
 
 def hooked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -250,7 +250,8 @@ class Parts:
         if chosen:
             what = "plans alone do not meet the budget: from the next step on, %s run again in the backward pass"
             _LOG.warning(what, named(chosen))
-        self._is_hopeless = not (chosen or self.planned()) and self._eager.are_its_own and self._eager.peak_bytes > 0
+        is_seen = self._eager.are_its_own and self._eager.peak_bytes > 0
+        self._is_hopeless = is_seen and not (chosen or self.planned() or self.backward.may_be)
         return bool(chosen) or self._is_hopeless
 
     def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
