@@ -11,8 +11,9 @@ from torch import nn
 
 import lowtide
 from lowtide.capture import capture
-from lowtide.capture.trace import joint, recorder
-from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
+from lowtide.capture.trace import direct, joint, recorder, results
+from lowtide.capture.trace.fake import AnsweringFakeMode
+from lowtide.capture.trace.fake_inputs import fakes_of
 from lowtide.capture.trace.joint import export_joint
 from lowtide.program.roles import Gradient, Input, Output, Tangent, Written
 
@@ -100,7 +101,11 @@ class _Many(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = nn.functional.max_pool2d(self.norm(self.conv(x)).relu_(), 2).flatten(2)
-        h = h * (1 + self.table / torch.tensor(36.0).item())
+        heads = h.unflatten(2, (4, 9)).transpose(1, 2)
+        h = h + nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+        shifted = torch.zeros_like(h)
+        shifted[:, 1:] = h[:, :-1]
+        h = (h + shifted) * (1 + self.table / torch.tensor(36.0).item())
         h, _ = self.attention(h, h, h)
         values, places = h.topk(5)
         first, *others = torch.split(torch.cat([values, values.cumsum(1)], 1), 3, dim=1)
@@ -109,12 +114,21 @@ class _Many(nn.Module):
 
 
 def test_what_is_noted_in_short_is_what_the_tracer_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = []
-    for simple in (recorder._is_simple, lambda _: False):
-        monkeypatch.setattr(recorder, "_is_simple", simple)
+    def program() -> Any:
         torch.manual_seed(0)
-        programs.append(capture(_Many(), (torch.randn(2, 3, 14, 14),)).program)
-    short, full = programs
+        return capture(_Many(), (torch.randn(2, 3, 14, 14),)).program
+
+    first, short = program(), program()  # by what the first has kept of fake kernels
+    monkeypatch.setattr(direct, "_kind", lambda _: None)
+    in_part = program()
+    monkeypatch.setattr(results, "key_of", lambda *_: None)
+    monkeypatch.setattr(recorder, "is_simple", lambda _: False)
+    full = program()
+    for other in (first, in_part, full):
+        _assert_same(short, other)
+
+
+def _assert_same(short: Any, full: Any) -> None:
     assert short.graph == full.graph
     assert repr(short.calls) == repr(full.calls)
     assert short.metas == full.metas and short.inputs == full.inputs and short.results == full.results

@@ -44,7 +44,8 @@ from lowtide.capture.refusals import (
 )
 from lowtide.capture.rehearsal import Effects, rehearse
 from lowtide.capture.trace.autocast import is_kept, share_casts
-from lowtide.capture.trace.fake import AnsweringFakeMode, fakes_of
+from lowtide.capture.trace.fake import AnsweringFakeMode
+from lowtide.capture.trace.fake_inputs import fakes_of
 from lowtide.capture.trace.joint import export_joint
 from lowtide.capture.trace.origins import period_of_casts
 from lowtide.capture.trace.packed import refuse_later_terms

@@ -31,6 +31,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture.trace import fake_kernels as fakes
+from lowtide.capture.trace import results
 from lowtide.capture.trace.expected import COMPARISONS, QUESTIONS, Expectations, all_of, fold_uniform, note_expected
 from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, tensors_among, with_strides
@@ -109,6 +110,21 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func in fakes.RESIZED_BACKWARD and self.shape_env is not None:
             with self:
                 return fakes.resized_backward(*args)
+        key = None if known is not None else results.key_of(self, func, args, kwargs)
+        result = None if key is None else results.known(self, key, args)
+        if result is None:
+            result = self._computed(func, types, args, kwargs, real, known)
+            if known is not None:
+                self._attach_results(func, result, real, known)
+                return result
+            if key is not None:
+                results.keep(self, key, args, result)
+        return self._described(func, args, result)
+
+    def _computed(
+        self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any], real: Any, known: Provenance | None
+    ) -> Any:
+        """By the fake kernel, with the layouts that the real one returns."""
         try:
             with enable_python_dispatcher() if self.shape_env is not None else contextlib.nullcontext():
                 result = super().dispatch(func, types, args, kwargs)
@@ -117,15 +133,16 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 raise _unanswerable(func) from error
             result = self._concrete_result(func, real, known)
         if known is not None:
-            self._attach_results(func, result, real, known)
             return result
-        note_expected(func, args, result)
         if func in fakes.NORMS:
             with self:
                 result = fakes.norm_statistics(func, args, result)
         strides = real_strides(func, args, kwargs, result)
-        if strides is not None:
-            result = with_strides(func, result, strides, self)
+        return result if strides is None else with_strides(func, result, strides, self)
+
+    def _described(self, func: Any, args: Sequence[Any], result: Any) -> Any:
+        """The result, with what is known of its values."""
+        note_expected(func, args, result)
         if isinstance(result, FakeTensor) and isinstance(func, torch._ops.OpOverload):
             result._lowtide_uniform = func is _ATEN.rand.default  # type: ignore[attr-defined]
             result._lowtide_empty = func._schema.name.split("::")[1] in UNINITIALISED  # type: ignore[attr-defined]
@@ -265,35 +282,6 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._answering.append(weakref.ref(fake))
 
 
-def fakes_of(
-    mode: AnsweringFakeMode, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    return [_fake(mode, tensor, i, len(state)) for i, tensor in enumerate((*state, *tensors))]
-
-
-def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, states: int) -> torch.Tensor:
-    if isinstance(tensor, FakeTensor):  # a sample without memory
-        return _same_layout(mode, tensor)
-    leaf, state = tensor.detach() if tensor.grad_fn is not None else tensor, position < states
-    fake: torch.Tensor = (
-        mode.from_tensor(leaf, static_shapes=True)
-        if mode.sizes is None or state
-        else mode.sizes.fake(mode, leaf, position - states)
-    )
-    if tensor.grad_fn is not None and tensor.requires_grad:
-        fake.requires_grad_()
-    mode.register_input(fake, tensor, position, state)
-    copy_attributes(tensor, fake)
-    return fake
-
-
-def _same_layout(mode: AnsweringFakeMode, tensor: torch.Tensor) -> torch.Tensor:
-    with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    fake._lowtide_empty = False  # type: ignore[attr-defined]
-    return fake.requires_grad_(tensor.requires_grad)
-
-
 def known_value(traced: torch.Tensor, constant: bool = False) -> torch.Tensor | None:
     """The real value of a traced tensor that derives only from constants and integer inputs, or only from constants; else
     ``None``."""
@@ -312,12 +300,6 @@ def read_values(traced: torch.Tensor) -> torch.Tensor | None:
         with no_dispatch():
             fake.fake_mode._remember(known, "values", real.tolist())
     return real
-
-
-def copy_attributes(real: torch.Tensor, traced: torch.Tensor) -> None:
-    """Give a traced tensor what Python code put on the real one."""
-    if not isinstance(real, FakeTensor):
-        vars(traced).update({name: value for name, value in vars(real).items() if name not in vars(traced)})
 
 
 def is_empty(fake: torch.Tensor) -> bool:

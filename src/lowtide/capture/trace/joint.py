@@ -22,6 +22,7 @@ from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace import collectives
+from lowtide.capture.trace.direct import as_it_is
 from lowtide.capture.trace.expected import as_expected
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.patches import replaced, wrapped
@@ -52,7 +53,7 @@ def _or_foreign(is_impure: Callable[..., bool]) -> Callable[..., bool]:
 
 
 # Each takes a functional mode and a call, and returns ``NotImplemented`` where it has nothing to say of that.
-_RULES = (as_expected, collectives.refuse_others, through_twins, keeping_layouts)
+_RULES = (as_expected, collectives.refuse_others, through_twins, keeping_layouts, as_it_is)
 
 
 def _by_rules(dispatch: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,8 +94,12 @@ def as_traced() -> Iterator[None]:
 @contextlib.contextmanager
 def _unused_left_out() -> Iterator[None]:
     """Inside, no code is generated for graphs, and neither a second description of tensors beside ``val`` noted nor PyTorch's
-    functions: nobody reads them."""
-    others = {"_extract_tensor_metadata": lambda *_: None, "TorchFunctionMetadataMode": contextlib.nullcontext}
+    functions, nor the arguments that some operators had: nobody reads them."""
+    others = {
+        "_extract_tensor_metadata": lambda *_: None,
+        "TorchFunctionMetadataMode": contextlib.nullcontext,
+        "_should_save_eager_input_vals": lambda *_: False,
+    }
     with contextlib.ExitStack() as stack:
         if hasattr(_lazy_graph_module, "_use_lazy_graph_module"):
             stack.enter_context(_lazy_graph_module._use_lazy_graph_module(True))

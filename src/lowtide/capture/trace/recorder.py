@@ -18,15 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace.expected import QUESTIONS
+from lowtide.capture.trace.results import PLAIN
 
 _COMPOSITE = "CompositeImplicitAutograd"
-_PLAIN = frozenset(
-    {bool, complex, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format, type(None)}
-)
-_LEFT = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.prim.device.default}
+_DEVICE = torch.ops.prim.device.default
+_LEFT = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, _DEVICE}
 
 
-class _UnknownError(Exception):
+class UnknownError(Exception):
     """An argument is none that can be noted in short."""
 
 
@@ -36,14 +35,18 @@ def recording(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if func in QUESTIONS:
             return func(*args, **kwargs)
         try:
-            noted = _noted(func, mode.tracer.tensor_tracker, args, kwargs)
-        except _UnknownError:
+            noted = nodes_of(mode.tracer, args, kwargs) if is_simple(func) else None
+        except UnknownError:
+            noted = None
+        if noted is None:
             return dispatch(mode, func, types, args, kwargs)
         result = func(*args, **kwargs)
-        _follow(mode.tracer, result, mode.tracer.create_node("call_function", func, *noted, name=_name(func)))
+        note(mode.tracer, func, noted, result)
         return result
 
     return run
@@ -58,14 +61,20 @@ def added(like: fx.Node, target: Any, *args: Any, name: str | None = None, **kwa
     return node
 
 
-def _noted(func: Any, known: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if not _is_simple(func):
-        raise _UnknownError
+def nodes_of(tracer: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An operator's arguments as its node has them. Raises ``UnknownError``."""
+    known = tracer.tensor_tracker
     return tuple(_node_of(one, known) for one in args), {name: _node_of(one, known) for name, one in kwargs.items()}
 
 
+def note(tracer: Any, func: Any, nodes: tuple[tuple[Any, ...], dict[str, Any]], result: Any) -> None:
+    """``func`` of these nodes has made ``result``."""
+    _follow(tracer, result, tracer.create_node("call_function", func, *nodes, name=_name(func)))
+
+
 @functools.lru_cache(maxsize=1 << 12)
-def _is_simple(func: Any) -> bool:
+def is_simple(func: Any) -> bool:
+    """Whether calls of it are noted in short."""
     if not isinstance(func, torch._ops.OpOverload) or func in _LEFT or func._schema.is_mutable:
         return False
     name = str(func.name())  # type: ignore[no-untyped-call]
@@ -82,16 +91,16 @@ def _name(func: Any) -> str:
 
 def _node_of(value: Any, known: Mapping[Any, Any]) -> Any:
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if kind is FakeTensor:
         found = known.get(value)
         if found is None or found.constant is not None or value._has_symbolic_sizes_strides:
-            raise _UnknownError
+            raise UnknownError
         return found.proxy.node
     if kind is list or kind is tuple:
         return kind(_node_of(one, known) for one in value)
-    raise _UnknownError
+    raise UnknownError
 
 
 def _follow(tracer: Any, result: Any, node: fx.Node) -> None:

@@ -1,0 +1,129 @@
+"""Operators that write nothing, without the detours of those that do.
+
+Nothing of those that return new memory is to be made functional: they go from the functional mode to the tracer and the fake
+mode at once, where PyTorch's own way flattens their arguments several times and passes the dispatcher three times. Of those
+that return a view of one tensor, functionalization must know; what is left out is what others need.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from lowtide.capture.trace.recorder import UnknownError, is_simple, nodes_of, note
+from lowtide.capture.trace.results import PLAIN
+
+_MODES = torch._C._TorchDispatchModeKey
+_FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_KEYS = torch._C.DispatchKeySet(_FUNCTIONALIZE)
+
+
+def as_it_is(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs such operators under the functional ``mode`` where they take nothing but tensors that it knows, and plain values."""
+    kind = _kind(func)
+    tracing = torch._C._get_dispatch_mode(_MODES.PROXY)
+    if kind is None or tracing is None:
+        return NotImplemented
+    try:
+        args, kwargs = _given(func, args, kwargs)
+        inner = [_inner(one, mode) for one in args], {name: _inner(one, mode) for name, one in kwargs.items()}
+        if kind == "view" and args:
+            return _viewed(mode, func, args, kwargs)
+        noted = nodes_of(tracing.tracer, *inner)
+    except UnknownError:
+        return NotImplemented
+    result = _faked(func, *inner)
+    note(tracing.tracer, func, noted, result)
+    return _outer(result, mode)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _kind(func: Any) -> str | None:
+    """Of an operator that nothing is to be made functional of: whether it returns ``new`` memory, or a ``view``."""
+    if not is_simple(func) or func in FunctionalTensor.metadata_fns:
+        return None
+    if _COMPOSITE in func.py_kernels:  # ``native_batch_norm``, which writes all the same
+        return None
+    schema = func._schema
+    returned = [str(one.type) for one in schema.returns]
+    takes = ["Tensor" in str(one.type) for one in schema.arguments]
+    if returned == ["Tensor"] and func.is_view and takes[:1] == [True] and sum(takes) == 1:
+        return "view"
+    if any(one.alias_info is not None for one in (*schema.arguments, *schema.returns)):
+        return None
+    if not any(takes) or not {*returned} <= {"Tensor", "List[Tensor]"}:
+        return None
+    return None if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Functionalize") else "new"
+
+
+def _given(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Without what is ``None`` by default: an undefined tensor, which the dispatcher leaves away next time."""
+    absent = _absent(func)
+    count = len(args)
+    while count and args[count - 1] is None and absent[count - 1] is not None:
+        count -= 1
+    return args[:count], {name: one for name, one in kwargs.items() if one is not None or name not in absent}
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _absent(func: Any) -> tuple[str | None, ...]:
+    """By position, the names of the arguments that are ``None`` by default; ``None`` in place of others."""
+    arguments = func._schema.arguments
+    return tuple(one.name if one.has_default_value() and one.default_value is None else None for one in arguments)
+
+
+def _inner(value: Any, mode: Any) -> Any:
+    """The fake tensor behind a functional one, or a plain value."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is FunctionalTensor:
+        if torch._functionalize_has_data_mutation(value.elem):  # type: ignore[attr-defined]
+            mode._sync_view_replay_annotations((value,), {})
+        inner = torch._from_functional_tensor(value.elem)
+        if inner.is_conj() or inner.is_neg() or inner._is_zerotensor():
+            raise UnknownError
+        return inner
+    if kind is list or kind is tuple:
+        return kind(_inner(one, mode) for one in value)
+    raise UnknownError
+
+
+def _faked(func: Any, args: Any, kwargs: Any) -> Any:
+    """As the mode of fake tensors runs it, below the tracer."""
+    tracing: Any = torch._C._unset_dispatch_mode(_MODES.PROXY)
+    faking: Any = torch._C._unset_dispatch_mode(_MODES.FAKE)
+    try:
+        return faking.__torch_dispatch__(func, (FakeTensor,), args, kwargs)
+    finally:
+        torch._C._set_dispatch_mode(faking)
+        torch._C._set_dispatch_mode(tracing)
+
+
+def _viewed(mode: Any, func: Any, args: Any, kwargs: Any) -> FunctionalTensor:
+    included = torch._C._dispatch_tls_local_include_set() | _KEYS
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE) - FunctionalTensor._extra_dispatch_keys
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        before = torch._functionalize_enable_reapply_views(True)  # type: ignore[attr-defined]
+        try:
+            elem = func._op_dk(_FUNCTIONALIZE, args[0].elem, *args[1:], **kwargs)
+        finally:
+            torch._disable_functionalization()  # type: ignore[no-untyped-call]
+            torch._functionalize_enable_reapply_views(before)  # type: ignore[attr-defined]
+    view = FunctionalTensor(elem, mode)
+    torch._functionalize_unsafe_set(view, args[0])
+    return view
+
+
+def _outer(result: Any, mode: Any) -> Any:
+    """Functional tensors for fake ones."""
+    if isinstance(result, torch.Tensor):
+        return FunctionalTensor(torch._to_functional_tensor(result), mode)
+    if isinstance(result, tuple):
+        return tuple(_outer(one, mode) for one in result)
+    return [_outer(one, mode) for one in result] if isinstance(result, list) else result

@@ -1,0 +1,45 @@
+"""The fake tensors that a trace is given: of a model's state, and of a call's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowtide.capture.trace.fake import AnsweringFakeMode
+
+
+def fakes_of(
+    mode: AnsweringFakeMode, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    return [_fake(mode, tensor, i, len(state)) for i, tensor in enumerate((*state, *tensors))]
+
+
+def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, states: int) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):  # a sample without memory
+        return _same_layout(mode, tensor)
+    leaf, state = tensor.detach() if tensor.grad_fn is not None else tensor, position < states
+    fake: torch.Tensor = (
+        mode.from_tensor(leaf, static_shapes=True)
+        if mode.sizes is None or state
+        else mode.sizes.fake(mode, leaf, position - states)
+    )
+    if tensor.grad_fn is not None and tensor.requires_grad:
+        fake.requires_grad_()
+    mode.register_input(fake, tensor, position, state)
+    copy_attributes(tensor, fake)
+    return fake
+
+
+def _same_layout(mode: AnsweringFakeMode, tensor: torch.Tensor) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    fake._lowtide_empty = False  # type: ignore[attr-defined]
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def copy_attributes(real: torch.Tensor, traced: torch.Tensor) -> None:
+    """Give a traced tensor what Python code put on the real one."""
+    if not isinstance(real, FakeTensor):
+        vars(traced).update({name: value for name, value in vars(real).items() if name not in vars(traced)})

@@ -1,0 +1,144 @@
+"""What fake kernels return, kept by operator and layouts of arguments.
+
+PyTorch keeps such results too, but takes longer to look one up than most fake kernels take to run: its keys hold all that may
+matter to any operator. Here only operators of ATen are kept that write nothing, of strided tensors without symbols.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowtide.capture.trace.real_strides import tensors_among
+from lowtide.program.layouts import copies_storage, span_elements
+
+PLAIN = frozenset(
+    {bool, complex, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format, type(None)}
+)
+_MOST = 1 << 14
+_KNOWN: dict[Any, Any] = {}
+_LIFTED = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default}
+_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+
+
+class _Kept(NamedTuple):
+    """A tensor of new memory or, where there is an ``offset``, one that shows that of the only one that is given."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int | None
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _UnkeptError(Exception):
+    """An argument or a result is of a kind that nothing is kept of."""
+
+
+def key_of(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Under which the result is kept; ``None`` where it is not."""
+    if mode.shape_env is not None or not _is_kept(func):
+        return None
+    try:
+        key = [func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
+        key.extend(_key(mode, one) for one in args)
+        key.extend((name, _key(mode, one)) for name, one in kwargs.items())
+    except _UnkeptError:
+        return None
+    return tuple(key)
+
+
+def keep(mode: Any, key: Any, args: Sequence[Any], result: Any) -> None:
+    """The ``result`` of a fake kernel for later calls, if it is of tensors alone."""
+    memory = [one.untyped_storage()._cdata for one in tensors_among(args)]
+    try:
+        found = _kept(result, memory, bool(key[0].is_view))
+    except _UnkeptError:
+        return
+    if not _is_alike(_made(mode, found, args), result):
+        return
+    if len(_KNOWN) >= _MOST:
+        _KNOWN.clear()
+    _KNOWN[key] = found
+
+
+def known(mode: Any, key: Any, args: Sequence[Any]) -> Any:
+    """The result anew; ``None`` where none is kept."""
+    found = _KNOWN.get(key)
+    return None if found is None else _made(mode, found, args)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_kept(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
+        return False
+    if func in _LIFTED or copies_storage(func) or any(tag in func.tags for tag in _TAGS):
+        return False
+    name = str(func.name())  # type: ignore[no-untyped-call]
+    if not torch._C._dispatch_has_kernel(name):
+        return False
+    aliases = [one.alias_info is not None for one in func._schema.returns]
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    return not any(aliases) or (aliases == [True] and bool(func.is_view) and not composite)
+
+
+def _key(mode: Any, value: Any) -> Any:
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.fake_mode is not mode or not _is_plain(value):
+            raise _UnkeptError
+        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+    if kind in PLAIN:
+        return kind, value
+    if kind is list or kind is tuple:
+        return kind, *(_key(mode, one) for one in value)
+    raise _UnkeptError
+
+
+def _is_plain(fake: FakeTensor) -> bool:
+    return (
+        fake.layout is torch.strided
+        and fake.constant is None
+        and not fake._has_symbolic_sizes_strides
+        and not fake.is_conj()
+        and not fake.is_neg()
+    )
+
+
+def _kept(result: Any, memory: list[int], shows: bool) -> _Kept | tuple[_Kept | None, ...]:
+    """How to make it, for arguments of these memories; new memories are added to them."""
+    if isinstance(result, tuple):
+        return tuple(None if one is None else _kept(one, memory, shows) for one in result)  # type: ignore[misc]
+    if type(result) is not FakeTensor or not _is_plain(result) or result.requires_grad:
+        raise _UnkeptError
+    own = result.untyped_storage()
+    if shows != (own._cdata in memory) or (shows and len(memory) > 1):
+        raise _UnkeptError
+    shape, strides, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
+    if not shows and (offset or own.nbytes() != span_elements(shape, strides) * result.itemsize):
+        raise _UnkeptError
+    memory.append(own._cdata)
+    return _Kept(shape, strides, offset if shows else None, result.dtype, result.fake_device)
+
+
+def _made(mode: Any, found: Any, args: Sequence[Any]) -> Any:
+    if found is None:
+        return None
+    if type(found) is tuple:
+        return tuple(_made(mode, one, args) for one in found)
+    made = torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")
+    if found.offset is not None:
+        shown = next(tensors_among(args))
+        made.set_(shown.untyped_storage(), found.offset, found.shape, found.strides)
+    return FakeTensor(mode, made, found.device)
+
+
+def _is_alike(made: Any, result: Any) -> bool:
+    """Whether both are dispatched alike."""
+    if isinstance(result, tuple):
+        return all(_is_alike(*pair) for pair in zip(made, result, strict=True))
+    return result is None or torch._C._dispatch_key_set(made) == torch._C._dispatch_key_set(result)
