@@ -35,7 +35,7 @@ from lowtide.capture.python_state.effects.random_numbers import RandomRecorder
 from lowtide.capture.python_state.effects.returned import with_originals
 from lowtide.capture.python_state.effects.snapshots import snapshot
 from lowtide.capture.python_state.guards import twice
-from lowtide.capture.python_state.guards.caches import Caches, caches
+from lowtide.capture.python_state.guards.caches import Caches
 from lowtide.capture.python_state.guards.classes_shown import ClassesShown
 from lowtide.capture.python_state.guards.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
 from lowtide.capture.python_state.guards.external_effects import ExternalEffects, hooks_in
@@ -81,7 +81,7 @@ class TracedCall:
     mask: GradientMask | None = None
     sizes: SymbolicSizes | None = None
     distinct: bool = True
-    caches: Caches = field(default_factory=caches)
+    caches: Caches = field(default_factory=Caches)
     classes: ClassesShown = field(default_factory=ClassesShown)
 
 

@@ -22,7 +22,6 @@ from torch import nn
 from lowtide.budget import is_percentage
 from lowtide.capture import Captured
 from lowtide.capture.model_state import State, model_state
-from lowtide.capture.python_state.guards.caches import caches_remembered
 from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, NoGradientError
@@ -316,7 +315,7 @@ class Parts:
             self._eager.begin(self.device)
         self._calls += 1
         try:
-            with self.shared.call(self.device), caches_remembered(), self._standing():
+            with self.shared.call(self.device), self._standing():
                 yield
             self.watch.end()
             self.shared.postponed = self._steps == 1 and any(part.may_change for part in self.planned())

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,12 +73,32 @@ class _Noting(type):
         return isinstance(value, _CACHE)
 
 
+class _Found:
+    """Every ``functools.lru_cache`` in the process, that has lived at the latest search."""
+
+    def __init__(self) -> None:
+        self._links: list[weakref.ref[Any]] = []
+        self._others = -1  # what else refers to their type
+
+    def all(self) -> list[Any]:
+        """Looking at all objects of the process takes long. Each cache refers to its type: where as many do as before beside
+        those that are known, there are no others."""
+        known = [one for link in self._links if (one := link()) is not None]
+        if sys.getrefcount(_CACHE) - len(known) != self._others:
+            known = [one for one in gc.get_referrers(_CACHE) if type(one) is _CACHE]
+            self._links = [weakref.ref(one) for one in known]
+            self._others = sys.getrefcount(_CACHE) - len(known)
+        return known
+
+
+_FOUND = _Found()
+
+
 class Caches:
     """Every ``functools.lru_cache`` in the process."""
 
     def __init__(self) -> None:
-        # An instance refers to its type; looking at all objects would take several times as long.
-        self._misses = {one: one.cache_info().misses for one in gc.get_referrers(_CACHE) if type(one) is _CACHE}
+        self._misses = {one: one.cache_info().misses for one in _FOUND.all()}
 
     @contextlib.contextmanager
     def without_fakes(self) -> Iterator[None]:
@@ -101,41 +123,6 @@ class Caches:
             return one
 
         return _Noting(_CACHE.__name__, (), {"__new__": new})
-
-
-class _Remembered:
-    """Found when they are first asked for; what is made from then on is noted, until ``noting`` is closed."""
-
-    def __init__(self) -> None:
-        self.noting = contextlib.ExitStack()
-
-    @functools.cached_property
-    def caches(self) -> Caches:
-        found = Caches()
-        self.noting.enter_context(replaced(functools, "_lru_cache_wrapper", found.made))
-        return found
-
-
-_remembered: _Remembered | None = None
-
-
-def caches() -> Caches:
-    return Caches() if _remembered is None else _remembered.caches
-
-
-@contextlib.contextmanager
-def caches_remembered() -> Iterator[None]:
-    """Inside, they are looked for once: among all objects of the process, which takes long where many programs are captured."""
-    global _remembered
-    if _remembered is not None:
-        yield
-        return
-    _remembered = own = _Remembered()
-    try:
-        yield
-    finally:
-        _remembered = None
-        own.noting.close()
 
 
 def _holds_fake(holder: Any, depth: int) -> bool:
