@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from lowtide.capture.trace.real_strides import tensors_among
 from lowtide.capture.trace.recorder import UnknownError, is_simple, nodes_of, note
 from lowtide.capture.trace.results import PLAIN
 
@@ -32,7 +33,9 @@ def as_it_is(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
     try:
         args, kwargs = _given(func, args, kwargs)
         inner = [_inner(one, mode) for one in args], {name: _inner(one, mode) for name, one in kwargs.items()}
-        if kind == "view" and args:
+        if next(tensors_among((*inner[0], *inner[1].values())), None) is None:  # but numbers in the place of tensors
+            return NotImplemented
+        if kind == "view":
             return _viewed(mode, func, args, kwargs)
         noted = nodes_of(tracing.tracer, *inner)
     except UnknownError:
