@@ -83,7 +83,7 @@ def _absent(func: Any) -> tuple[str | None, ...]:
 def _inner(value: Any, mode: Any) -> Any:
     """The fake tensor behind a functional one, or a plain value."""
     kind = type(value)
-    if kind in PLAIN:
+    if kind in PLAIN or kind is torch.SymInt:
         return value
     if kind is FunctionalTensor:
         if torch._functionalize_has_data_mutation(value.elem):  # type: ignore[attr-defined]

@@ -61,6 +61,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._interned: dict[Any, Provenance] = {}
         self._constants: dict[int, tuple[torch.Tensor, Provenance]] = {}  # by id, which lasts as long as the tensor
         self._answering: list[weakref.ref[torch.Tensor]] = []
+        self.kept_results: dict[Any, Any] = {}  # of symbolic sizes, see ``results``
+        self.cache_enabled = sizes is None  # PyTorch's own, which takes long there
         self._depth = 0  # of operators that their fake kernels are made of
 
     def forget_values(self) -> None:
@@ -118,7 +120,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self._attach_results(func, result, real, known)
                 return result
             if key is not None:
-                results.keep(self, key, args, result)
+                results.keep(self, key, args, kwargs, result)
         return self._described(func, args, result)
 
     def _computed(

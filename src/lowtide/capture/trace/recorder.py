@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,7 @@ def added(like: fx.Node, target: Any, *args: Any, name: str | None = None, **kwa
 
 def nodes_of(tracer: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """An operator's arguments as its node has them. Raises ``UnknownError``."""
-    known = tracer.tensor_tracker
-    return tuple(_node_of(one, known) for one in args), {name: _node_of(one, known) for name, one in kwargs.items()}
+    return tuple(_node_of(one, tracer) for one in args), {name: _node_of(one, tracer) for name, one in kwargs.items()}
 
 
 def note(tracer: Any, func: Any, nodes: tuple[tuple[Any, ...], dict[str, Any]], result: Any) -> None:
@@ -89,17 +88,20 @@ def _name(func: Any) -> str:
     return fx.Graph()._target_to_str(func.overloadpacket.__name__)
 
 
-def _node_of(value: Any, known: Mapping[Any, Any]) -> Any:
+def _node_of(value: Any, tracer: Any) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return value
     if kind is FakeTensor:
-        found = known.get(value)
-        if found is None or found.constant is not None or value._has_symbolic_sizes_strides:
+        found = tracer.tensor_tracker.get(value)
+        if found is None or found.constant is not None:
             raise UnknownError
         return found.proxy.node
+    if kind is torch.SymInt:
+        size = proxy_tensor.fetch_sym_proxy(tracer)(value)
+        return size.node if isinstance(size, fx.Proxy) else size
     if kind is list or kind is tuple:
-        return kind(_node_of(one, known) for one in value)
+        return kind(_node_of(one, tracer) for one in value)
     raise UnknownError
 
 

@@ -1,11 +1,13 @@
 """What fake kernels return, kept by operator and layouts of arguments.
 
 PyTorch keeps such results too, but takes longer to look one up than most fake kernels take to run: its keys hold all that may
-matter to any operator. Here only operators of ATen are kept that write nothing, of strided tensors without symbols.
+matter to any operator. Here only operators of ATen are kept that write nothing, of strided tensors. Where sizes are symbols,
+results are kept for one trace, by the expressions, which mean something in that alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,13 +16,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.capture.trace.real_strides import tensors_among
+from lowtide.capture.trace.sizes import hint, hints
 from lowtide.program.layouts import copies_storage, span_elements
 
 PLAIN = frozenset(
     {bool, complex, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format, type(None)}
 )
 _MOST = 1 << 14
-_KNOWN: dict[Any, Any] = {}
+_KNOWN: dict[Any, Any] = {}  # of sizes that are numbers
 _LIFTED = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
@@ -28,9 +31,9 @@ _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.
 class _Kept(NamedTuple):
     """A tensor of new memory or, where there is an ``offset``, one that shows that of the only one that is given."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int | None
+    shape: tuple[int | torch.SymInt, ...]
+    strides: tuple[int | torch.SymInt, ...]
+    offset: int | torch.SymInt | None
     dtype: torch.dtype
     device: torch.device
 
@@ -41,7 +44,7 @@ class _UnkeptError(Exception):
 
 def key_of(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Under which the result is kept; ``None`` where it is not."""
-    if mode.shape_env is not None or not _is_kept(func):
+    if not _is_kept(func):
         return None
     try:
         key = [func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
@@ -52,24 +55,31 @@ def key_of(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return tuple(key)
 
 
-def keep(mode: Any, key: Any, args: Sequence[Any], result: Any) -> None:
+def keep(mode: Any, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
     """The ``result`` of a fake kernel for later calls, if it is of tensors alone."""
-    memory = [one.untyped_storage()._cdata for one in tensors_among(args)]
+    given = [one.untyped_storage()._cdata for one in tensors_among(args)]
+    if next(tensors_among((*kwargs.values(),)), None) is not None:
+        return
     try:
-        found = _kept(result, memory, bool(key[0].is_view))
+        found = _kept(result, given, [])
     except _UnkeptError:
         return
     if not _is_alike(_made(mode, found, args), result):
         return
-    if len(_KNOWN) >= _MOST:
-        _KNOWN.clear()
-    _KNOWN[key] = found
+    kept = _table(mode)
+    if len(kept) >= _MOST:
+        kept.clear()
+    kept[key] = found
 
 
 def known(mode: Any, key: Any, args: Sequence[Any]) -> Any:
     """The result anew; ``None`` where none is kept."""
-    found = _KNOWN.get(key)
+    found = _table(mode).get(key)
     return None if found is None else _made(mode, found, args)
+
+
+def _table(mode: Any) -> dict[Any, Any]:
+    return _KNOWN if mode.shape_env is None else mode.kept_results
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -91,37 +101,43 @@ def _key(mode: Any, value: Any) -> Any:
     if kind is FakeTensor:
         if value.fake_mode is not mode or not _is_plain(value):
             raise _UnkeptError
-        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+        shape, strides, offset = value.shape, value.stride(), value.storage_offset()
+        if value._has_symbolic_sizes_strides:
+            shape, strides, offset = tuple(map(_size, shape)), tuple(map(_size, strides)), _size(offset)
+        return shape, strides, offset, value.dtype, value.fake_device
     if kind in PLAIN:
         return kind, value
+    if kind is torch.SymInt:
+        return kind, _size(value)
     if kind is list or kind is tuple:
         return kind, *(_key(mode, one) for one in value)
     raise _UnkeptError
 
 
+def _size(size: int | torch.SymInt) -> Any:
+    """The number, or what stands for it in its trace."""
+    return size.node._expr if isinstance(size, torch.SymInt) else size
+
+
 def _is_plain(fake: FakeTensor) -> bool:
-    return (
-        fake.layout is torch.strided
-        and fake.constant is None
-        and not fake._has_symbolic_sizes_strides
-        and not fake.is_conj()
-        and not fake.is_neg()
-    )
+    return fake.layout is torch.strided and fake.constant is None and not fake.is_conj() and not fake.is_neg()
 
 
-def _kept(result: Any, memory: list[int], shows: bool) -> _Kept | tuple[_Kept | None, ...]:
-    """How to make it, for arguments of these memories; new memories are added to them."""
+def _kept(result: Any, given: list[int], made: list[int]) -> _Kept | tuple[_Kept | None, ...]:
+    """How to make it, for arguments of these memories; new memories are added to those that were ``made``."""
     if isinstance(result, tuple):
-        return tuple(None if one is None else _kept(one, memory, shows) for one in result)  # type: ignore[misc]
+        return tuple(None if one is None else _kept(one, given, made) for one in result)  # type: ignore[misc]
     if type(result) is not FakeTensor or not _is_plain(result) or result.requires_grad:
         raise _UnkeptError
     own = result.untyped_storage()
-    if shows != (own._cdata in memory) or (shows and len(memory) > 1):
+    shows = own._cdata in given  # so does ``_unsafe_view``, of which the schema does not tell
+    if own._cdata in made or (shows and len(given) > 1):
         raise _UnkeptError
-    shape, strides, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
-    if not shows and (offset or own.nbytes() != span_elements(shape, strides) * result.itemsize):
+    shape, strides, offset = tuple(result.shape), result.stride(), result.storage_offset()
+    elements = span_elements(hints(shape), hints(strides))
+    if not shows and (hint(offset) != 0 or hint(own.nbytes()) != elements * result.itemsize):
         raise _UnkeptError
-    memory.append(own._cdata)
+    made.append(own._cdata)
     return _Kept(shape, strides, offset if shows else None, result.dtype, result.fake_device)
 
 
@@ -130,10 +146,12 @@ def _made(mode: Any, found: Any, args: Sequence[Any]) -> Any:
         return None
     if type(found) is tuple:
         return tuple(_made(mode, one, args) for one in found)
-    made = torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")
-    if found.offset is not None:
-        shown = next(tensors_among(args))
-        made.set_(shown.untyped_storage(), found.offset, found.shape, found.strides)
+    unasked = contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
+    with unasked:
+        made = torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")
+        if found.offset is not None:
+            shown = next(tensors_among(args))
+            made.set_(shown.untyped_storage(), found.offset, found.shape, found.strides)
     return FakeTensor(mode, made, found.device)
 
 
