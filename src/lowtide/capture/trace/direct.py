@@ -87,6 +87,8 @@ def _inner(value: Any, mode: Any) -> Any:
         return value
     if kind is FunctionalTensor:
         if torch._functionalize_has_data_mutation(value.elem):  # type: ignore[attr-defined]
+            if not hasattr(mode, "_sync_view_replay_annotations"):  # in earlier versions of PyTorch
+                raise UnknownError
             mode._sync_view_replay_annotations((value,), {})
         inner = torch._from_functional_tensor(value.elem)
         if inner.is_conj() or inner.is_neg() or inner._is_zerotensor():
