@@ -40,9 +40,11 @@ def as_it_is(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
         noted = nodes_of(tracing.tracer, *inner)
     except UnknownError:
         return NotImplemented
-    result = _faked(func, *inner)
-    note(tracing.tracer, func, noted, result)
-    return _outer(result, mode)
+    with _Without(_MODES.PROXY):
+        with _Without(_MODES.FAKE) as faking:
+            result = faking.__torch_dispatch__(func, (FakeTensor,), *inner)
+        note(tracing.tracer, func, noted, result)
+        return _outer(result, mode)
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -99,15 +101,18 @@ def _inner(value: Any, mode: Any) -> Any:
     raise UnknownError
 
 
-def _faked(func: Any, args: Any, kwargs: Any) -> Any:
-    """As the mode of fake tensors runs it, below the tracer."""
-    tracing: Any = torch._C._unset_dispatch_mode(_MODES.PROXY)
-    faking: Any = torch._C._unset_dispatch_mode(_MODES.FAKE)
-    try:
-        return faking.__torch_dispatch__(func, (FakeTensor,), args, kwargs)
-    finally:
-        torch._C._set_dispatch_mode(faking)
-        torch._C._set_dispatch_mode(tracing)
+class _Without:
+    """Inside, this mode is not asked: the tracer would note what becomes of symbolic sizes, too."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> Any:
+        self._mode = torch._C._unset_dispatch_mode(self._mode)
+        return self._mode
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_dispatch_mode(self._mode)
 
 
 def _viewed(mode: Any, func: Any, args: Any, kwargs: Any) -> FunctionalTensor:
@@ -120,8 +125,9 @@ def _viewed(mode: Any, func: Any, args: Any, kwargs: Any) -> FunctionalTensor:
         finally:
             torch._disable_functionalization()  # type: ignore[no-untyped-call]
             torch._functionalize_enable_reapply_views(before)  # type: ignore[attr-defined]
-    view = FunctionalTensor(elem, mode)
-    torch._functionalize_unsafe_set(view, args[0])
+    with _Without(_MODES.PROXY):
+        view = FunctionalTensor(elem, mode)
+        torch._functionalize_unsafe_set(view, args[0])
     return view
 
 
