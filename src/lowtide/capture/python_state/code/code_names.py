@@ -28,7 +28,8 @@ _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 _LOADING = (*_GLOBAL, *_ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
-BY_COMPUTED_NAME = {"getattr", "vars", "__dict__"}  # reach any attribute of a module
+BY_COMPUTED_NAME = {"getattr", "vars", "__dict__", "getmembers"}  # reach any attribute of a module
+_NO_LOADS = {"CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG"}
 _COMPARING = frozenset({"IS_OP", "CONTAINS_OP", "COMPARE_OP"})
 _IMPORTING = {"import_module", "__import__"}  # functions that find a module under a name
 _OWN_NAMESPACE = {"globals", "eval", "exec"}  # reach any variable
@@ -215,13 +216,29 @@ def _is_of_library(kind: type) -> bool:
     return issubclass(kind, Mapping) and not is_standard(kind.__module__)
 
 
-def attributes_named(function: types.FunctionType) -> tuple[frozenset[str], frozenset[str]]:
-    """What the code of a function of the user's may name as attributes of anything, and the functions that it looks up; and
-    which attributes it spells (``getattr(x, "scale", 1)``)."""
+def attributes_named(function: types.FunctionType) -> tuple[frozenset[str], frozenset[str], bool]:
+    """What the code of a function of the user's may name as attributes of anything, and the functions that it looks up; which
+    attributes it spells (``getattr(x, "scale", 1)``); and whether it comes to others by names that it computes."""
     if is_installed(function.__code__.co_filename):
-        return frozenset(), frozenset()
+        return frozenset(), frozenset(), False
     names = names_in(function.__code__)
-    return names.all, names.spelled
+    return names.all, names.spelled, bool(names.all & BY_COMPUTED_NAME) and _computes_names(function.__code__)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _computes_names(code: types.CodeType) -> bool:
+    """Whether code reads all attributes of something, or asks ``getattr`` for other names than constants."""
+    for part in codes(code):
+        loads = [item for item in dis.get_instructions(part) if item.opname not in _NO_LOADS]
+        for place, item in enumerate(loads):
+            if item.opname in _LOADING and item.argval == "getattr":
+                after = [*itertools.dropwhile(lambda one: one.opname in _ATTRIBUTE, loads[place + 2 :])]
+                called = [one.arg if one.opname == "CALL" else None for one in after[1:3]]
+                if not after or after[0].opname != "LOAD_CONST" or (called[:1] != [2] and called[1:] != [3]):
+                    return True
+            elif item.opname in _LOADING and item.argval in BY_COMPUTED_NAME:
+                return True
+    return False
 
 
 @functools.lru_cache(maxsize=1 << 14)

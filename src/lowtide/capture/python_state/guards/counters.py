@@ -113,7 +113,7 @@ def put_back(counters: Iterable[Read], reads: Reads) -> None:
     rewound: dict[int, Any] = {}
     for counter in counters:
         read = reads.values.get(counter.place, counter)
-        value = _rewound(read.value, reads, rewound)
+        value = ABSENT if _was_absent(read, reads) else _rewound(read.value, reads, rewound)
         if current(*read[:3]) is not value:
             assign(*read[:3], value)
         for holder in reachable([value], _can_be_filled):
@@ -122,6 +122,12 @@ def put_back(counters: Iterable[Read], reads: Reads) -> None:
                 items = [_rewound(item, reads, rewound) for item in known.items]
                 if not identical(content(holder) or (), items):
                     _fill(holder, items)
+
+
+def _was_absent(read: Read, reads: Reads) -> bool:
+    """Whether its owner had no attribute of this name when its attributes were first read: a run has put it there."""
+    names = reads.values.get(("names", id(read.owner), ""))
+    return names is not None and read.kind in ("attribute", "class") and read.name not in names.value
 
 
 def _can_be_filled(value: Any) -> bool:

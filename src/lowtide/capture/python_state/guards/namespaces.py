@@ -34,13 +34,15 @@ class Namespaces:
         self._reads, self._reach = reads, reach
         self._owners: dict[int, tuple[Any, str]] = {}
         self._reached: set[tuple[int, str]] = set()
-        self._named = (0, 0)  # how many of both were looked at
+        self._computed = False  # whether code comes to attributes by names that it computes
+        self._named = (0, 0, False)  # how many of both were looked at
 
     def read(self, function: types.FunctionType) -> None:
         """Add the attributes that code of the user's names."""
-        names, spelled = attributes_named(function)
+        names, spelled, computed = attributes_named(function)
         self.attributes |= names
         self._spelled |= spelled
+        self._computed |= computed
 
     def add(self, owner: Any, text: str) -> bool:
         """Whether it is a new one."""
@@ -64,7 +66,7 @@ class Namespaces:
 
     def read_named(self) -> None:
         """Of tensors, and of classes and modules that code can reach, the attributes that it names."""
-        known, self._named = self._named, (len(self._owners), len(self.attributes))
+        known, self._named = self._named, (len(self._owners), len(self.attributes), self._computed)
         if known == self._named:
             return
         for name in sorted(self.attributes | OPERATORS):
@@ -86,6 +88,10 @@ class Namespaces:
                     self._reads.note_names(owner, own, text)
                 for name in sorted(own) if anything else named:
                     self._reads.note("item", own, name, own[name], f"{text}.{name}")
+            if self._computed and not is_library(owner):
+                named = [
+                    name for name in own if not isinstance(own[name], types.ModuleType) and not name.startswith("__")
+                ]
             for name in named:
                 if (id(owner), name) not in self._reached:
                     self._reached.add((id(owner), name))

@@ -33,7 +33,7 @@ from lowtide.capture.python_state.guards.classes_shown import ClassesShown, is_s
 from lowtide.capture.python_state.guards.compared import StandIn, Standing
 from lowtide.capture.python_state.guards.namespaces import Namespaces
 from lowtide.capture.python_state.guards.noting import NotingClasses
-from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, decided_by, put_together
+from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, decided_by, is_registered, put_together
 from lowtide.capture.python_state.paths import FORWARD_HOOKS
 from lowtide.objects import opaque
 from lowtide.objects.walk import ABSENT, OWN, PLAIN, content, current, fields, own_attributes, part_name
@@ -231,14 +231,15 @@ class Observer:
 
     def _look_at_function(self, seen: types.FunctionType, function: types.FunctionType) -> None:
         self._namespaces.read(function)
-        if not is_installed(function.__code__.co_filename):
+        of_user = not is_installed(function.__code__.co_filename)
+        if of_user:
             self.compares |= code_names.compares(function.__code__)
         self._numbers.met(function)
         self._shown.met(function)
         theirs = function.__globals__.get("__name__") in self._defining
         self._read(seen, (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())))
         self._read(seen, code_names.functional_of(function), trusting=True)
-        if vars(function) and not is_installed(function.__code__.co_filename):
+        if of_user:  # which may have no attributes yet
             self._texts[id(function)] = code_names.full_name(function)
             self._note_whole(function, function)
 
@@ -316,6 +317,8 @@ class Observer:
                 self._note_whole(seen, original)
             elif self._matters(seen, original, name):
                 self._note_one(seen, original, name)
+            elif is_registered(original, name):  # what its own dictionary had would come first
+                self.reads.note("attribute", original, name, ABSENT, f"{self._texts.get(id(original))}.{name}")
         finally:
             self._busy = False
         self._drain()
@@ -324,9 +327,8 @@ class Observer:
         """Of modules, parameters and buffers are arguments of the program, and submodules are guarded by themselves."""
         if not isinstance(owner, nn.Module) or (name == "training" and id(seen) in self._unregistered):
             return True
-        own = vars(owner)
-        known = any(name in own[each] for each in ("_parameters", "_buffers", "_modules"))
-        return not (known or name in _INTERNAL or name in _WHOLE) and (name in own or name not in _INHERITED)
+        known = is_registered(owner, name) or name in _INTERNAL or name in _WHOLE
+        return not known and (name in vars(owner) or name not in _INHERITED)
 
     def _note_whole(self, seen: Any, original: Any) -> None:
         """All attributes of an object are read."""

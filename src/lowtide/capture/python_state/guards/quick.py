@@ -97,7 +97,7 @@ class Unchanged:
             else:
                 registries += hooks
         filled: list[Any] = [registry for registry in registries if registry]
-        self._empty = [registry for registry in registries if not registry]
+        self._empty: list[Any] = [registry for registry in registries if not registry]
         self._items.append((_values, tuple(filled), _values(*filled)))
         for module in inner:
             self._expect(type(module), type, module)
@@ -115,10 +115,11 @@ class Unchanged:
             return None
         if id(value) in self._layouts or kind in ("answer", "layout", "version"):  # made anew where they are asked for
             self._items.append((_single, (kind, owner, name), [self._layouts.get(id(value), value)]))
+        elif kind == "names" and own is None:
+            self._items.append((current, (kind, owner, name), value))
         elif kind == "names":
-            self._items.append((current, (kind, owner, name), value) if own is None else (tuple, (own,), value))
-            if own is not None:
-                self._expect(own, own_attributes, owner)
+            self._items.append((tuple, (own,), value)) if value else self._empty.append(own)
+            self._expect(own, own_attributes, owner)
         elif kind == "cell" and value is not ABSENT:
             self._expect(value, _IN_CELL, owner)
         elif kind == "type":

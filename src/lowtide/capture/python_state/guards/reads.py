@@ -182,6 +182,12 @@ def put_together(module: nn.Module) -> list[Any]:
     ]  # fmt: skip
 
 
+def is_registered(owner: Any, name: str) -> bool:
+    """Whether a module finds there a parameter, a buffer or a submodule."""
+    own = vars(owner) if isinstance(owner, nn.Module) else {}
+    return name not in own and any(name in own.get(each, ()) for each in ("_parameters", "_buffers", "_modules"))
+
+
 def decided_by(owner: Any, name: str) -> list[tuple[str, Any]]:
     """What decides an attribute of an object: its own one or, where there is none, that none is there and its class's."""
     kind = type(owner)

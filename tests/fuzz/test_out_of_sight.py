@@ -1,0 +1,127 @@
+"""Between two steps something changes where no plain read of an attribute leads: what has another one's place in a module's own
+dictionary, attributes of functions that had none, and what modules and classes hold under names that code computes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from tests.fuzz.changed import Computes, Reader, Thing, follows, having, part_of, rows, steps
+
+_MODULE = types.ModuleType("constants_of_a_test")
+_LIST = [1.0]
+
+
+class Config:
+    list_a = _LIST
+    table: dict[str, Any] = {"k": _LIST}
+
+    class Inner:
+        values = _LIST
+
+
+class Calls:
+    pass
+
+
+def first() -> float:
+    return _LIST[0]
+
+
+def plain() -> float:
+    return 1.0
+
+
+def counting() -> float:
+    """One more in every call."""
+    counting.calls = getattr(counting, "calls", 0) + 1  # type: ignore[attr-defined]
+    return float(counting.calls)  # type: ignore[attr-defined]
+
+
+def counting_in_a_class() -> float:
+    Calls.calls = getattr(Calls, "calls", 0) + 1  # type: ignore[attr-defined]
+    return float(Calls.calls)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    vars(_MODULE).update(list_a=_LIST, table={"k": _LIST}, thing=Thing(number=1.0), first=first)
+    yield
+    _LIST[:] = [1.0]
+    for function in (plain, counting):
+        vars(function).clear()
+    if "calls" in vars(Calls):
+        del Calls.calls  # type: ignore[attr-defined]
+
+
+READ: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "list of a module": ("a", lambda s: getattr(_MODULE, "list_" + s)[0]),
+    "function of a module": ("st", lambda s: getattr(_MODULE, f"fir{s}")()),
+    "dictionary of a module": ("table", lambda s: vars(_MODULE)[s]["k"][0]),
+    "attributes of a module": ("table", lambda s: _MODULE.__dict__[s]["k"][0]),
+    "members of a module": ("table", lambda s: dict(inspect.getmembers(_MODULE))[s]["k"][0]),
+    "list of a class": ("a", lambda s: getattr(Config, "list_" + s)[0]),
+    "dictionary of a class": ("table", lambda s: vars(Config)[s]["k"][0]),
+    "nested classes": (["Inner", "values"], lambda s: functools.reduce(getattr, s, Config)[0]),
+    "class of an object": ([Config(), "list_a"], lambda s: getattr(type(s[0]), s[1])[0]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_names_that_code_computes(name: str) -> None:
+    state, read = READ[name]
+    follows(Reader(state, read), lambda model: _LIST.__setitem__(0, 2.0))
+
+
+def test_names_that_code_spells_are_read_alone() -> None:
+    """What else is in the class is of no consequence."""
+    model = Reader(None, lambda s: getattr(Config, "number", 1.0))
+    lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+    for number in (2.0, 3.0):
+        Config.table["k"] = [number]
+        model(rows()).backward()
+    assert len(lowtide.plans(model)) == 1
+    Config.table["k"] = _LIST
+
+
+@pytest.mark.parametrize("read", [lambda s: getattr(plain, "k", 1.0), lambda s: getattr(s[0], "k", 1.0)])
+def test_a_function_gets_its_first_attribute(read: Callable[[Any], Any]) -> None:
+    follows(Reader([plain], read), lambda model: setattr(plain, "k", 2.0))
+
+
+@pytest.mark.parametrize("count", [counting, counting_in_a_class])
+def test_counters_that_the_first_call_makes(count: Callable[[], float]) -> None:
+    def made() -> nn.Module:
+        vars(counting).clear()
+        if "calls" in vars(Calls):
+            del Calls.calls  # type: ignore[attr-defined]
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Reader(None, lambda s: count()))
+
+    plain, planned = (steps(made, planned=planned) for planned in (False, True))
+    assert all(torch.equal(*pair) for each in zip(plain, planned, strict=True) for pair in zip(*each, strict=True))
+
+
+class _Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+IN_PLACE_OF: dict[str, tuple[Any, Any, str, Callable[[], Any]]] = {
+    "a submodule": (part_of, having(part=nn.Tanh), "part", _Doubling),
+    "a parameter": (lambda s, y, x: y * s.table, having(table=lambda: nn.Parameter(torch.ones(4))), "table", rows),
+    "a buffer": (lambda s, y, x: y * s.table, lambda m: m.register_buffer("table", torch.ones(4)), "table", rows),
+}
+
+
+@pytest.mark.parametrize("what", IN_PLACE_OF)
+def test_attributes_that_come_before_what_is_registered(what: str) -> None:
+    compute, prepare, name, make = IN_PLACE_OF[what]
+    follows(Computes(compute, prepare), lambda model: vars(model).update({name: make()}))
