@@ -218,3 +218,22 @@ def test_a_write_beside_another_buffer() -> None:
     model.other = nn.Buffer(model.table[0])
     del model.table
     assert capture(model, (torch.randn(3, 4),)).program.graph.ops
+
+
+class _Recurring(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(3):
+                x = self.linear(x).float()
+        return x.square().mean()
+
+
+def test_views_of_a_cast_that_serves_several_uses_are_its_memory() -> None:
+    graph = capture(_Recurring(), (torch.randn(4, 16),)).program.graph
+    views = [op for op in graph.ops[: graph.forward_ops] if op.name.split("_")[0] == "t"]
+    assert len(views) == 3
+    assert len({graph.values[value].storage for op in views for value in (*op.inputs, *op.outputs)}) == 1

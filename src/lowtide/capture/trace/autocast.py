@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from lowtide.capture.trace.patches import wrapped
 from lowtide.capture.trace.recorder import added
@@ -83,19 +84,35 @@ def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callabl
         if node.target is _TO_COPY and node.args[0] in kept and _is_kept_cast(node, period(node)):
             groups.setdefault((node.args[0], node.kwargs["dtype"], period(node)), []).append(node)
     group_of: dict[tuple[fx.Node, Any], Group] = {}
+    served: dict[int, torch.Tensor] = {}  # what stands for the one cast, by the memory of what stood for another
     for group, (first, *others) in groups.items():
         for cast in others:
             group_of.update({(group[0], found.meta.get("seq_nr")): group for found in (first, cast)})
+            served[_memory(cast.meta["val"])] = first.meta["val"]
             cast.replace_all_uses_with(first)
             module.graph.erase_node(cast)
     if not group_of:
         return
+    for node in module.graph.nodes:
+        node.meta["val"] = pytree.tree_map_only(
+            torch.Tensor, lambda one: _in_memory_of(served, one), node.meta.get("val")
+        )
     output: Any = module.graph.output_node()
     for role, gradient in zip(output.meta["role"], output.args[0], strict=True):
         if isinstance(role, Gradient) and isinstance(gradient, fx.Node):
             source = inputs[role.input]
             _regroup(gradient, {number: group for (node, number), group in group_of.items() if node is source})
     module.recompile()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _in_memory_of(served: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """A view of another cast is one of the cast that serves its uses."""
+    base = served.get(_memory(tensor)) if tensor.layout is torch.strided else None
+    return tensor if base is None else base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _is_kept_cast(cast: fx.Node, period: str) -> bool:

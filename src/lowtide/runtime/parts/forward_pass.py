@@ -18,9 +18,9 @@ class ForwardPass:
     """A forward pass of the current step. ``between_bytes`` were held by no graph when it began, and
     ``backward_between_bytes`` when its backward pass did, as far as that is known. ``gradients`` are those that its backward
     pass leaves, each with whom it is for: the id of a leaf, the key of a forward pass that returned it, or ``None`` where
-    nobody knows. ``key``: which graph it is, and how often it ran before in the step. ``waiting``: the keys of those that
-    waited for their backward passes meanwhile, of a pass that has both of its own within another one; ``None`` where all
-    before it do."""
+    nobody knows. ``key``: which graph it is, and how often it ran before in the step. ``beside``: the keys of those that
+    waited for their backward passes when it began. ``waiting``: the same, of a pass that has both of its own within another
+    one, or before the call that it is a part of ends (a sampler that follows gradients); ``None`` where all before it do."""
 
     key: tuple[int, int]
     graph: Planned
@@ -30,6 +30,7 @@ class ForwardPass:
     gradients: tuple[tuple[int, int | tuple[int, int] | None], ...] = ()
     backward_between_bytes: int | None = None
     waiting: tuple[tuple[int, int], ...] | None = None
+    beside: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_pending(self) -> bool:
@@ -54,6 +55,19 @@ class Passes(list[ForwardPass]):
     def __init__(self, passes: Iterable[ForwardPass] = ()) -> None:
         super().__init__(passes)
         self._left: list[int] = []
+
+    def pending(self) -> list[ForwardPass]:
+        return [one for one in self if one.is_pending]
+
+    def begin_backward(self, one: ForwardPass, early: bool) -> None:
+        """``early``: in the call that ``one`` is a part of. Those that began after it and still wait count it in."""
+        if early and one in self and all(later.waiting is not None for later in self[self.index(one) + 1 :]):
+            one.waiting, self._left = one.beside, []
+
+    def stay(self) -> None:
+        """The call has ended: what still waits (its graph is retained) does so beside what follows."""
+        for one in self.pending():
+            one.waiting = None
 
     def left_bytes(self) -> list[int]:
         """See ``left_gradient_bytes``, without sums; worked out once for the backward passes that follow each other."""

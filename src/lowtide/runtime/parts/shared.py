@@ -87,6 +87,7 @@ class SharedBudget:
             yield
         finally:
             self._within = False
+            self.ran.stay()
 
     def begin_nested(self) -> None:
         """In the backward pass, code between the graphs runs until ``end_nested`` that may call some of them."""
@@ -101,7 +102,7 @@ class SharedBudget:
         self.between.device = device
         self._ending = False  # also after a backward pass that failed
         self._end_gap(noted=False)  # whatever ran since: the optimizer, say
-        pending = self._pending()
+        pending = self.ran.pending()
         if 2 * len(pending) <= len(self.ran):
             whole, fits = self._note_step(), self._fits()
             self._met |= whole and fits and not self.exceeded and bool(self.record)
@@ -130,20 +131,18 @@ class SharedBudget:
 
     def count(self) -> None:
         """Whatever is allocated now is held by code between the graphs."""
-        if self._nested:
-            self.between.count_all(self._saved_bytes(self._pending()))
+        if self._nested or not all(one.is_pending for one in self.ran):
+            self.between.count_all(self._saved_bytes(self.ran.pending()))
         else:
             self.between.count()
-
-    def _pending(self) -> list[ForwardPass]:
-        return [one for one in self.ran if one.is_pending]
 
     def add(self, graph: Planned, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
         """``graph`` ran by ``entry``."""
         if call is not None:
             key = (id(graph), sum(1 for other in self.ran if other.graph is graph))
-            waiting = tuple(one.key for one in self._pending()) if self._nested else None
-            one = ForwardPass(key, graph, entry, weakref.ref(call), max(self.between.bytes, 0), waiting=waiting)
+            beside = tuple(one.key for one in self.ran.pending())
+            one = ForwardPass(key, graph, entry, weakref.ref(call), max(self.between.bytes, 0), beside=beside)
+            one.waiting = beside if self._nested else None
             one.gradients = tuple(gradients_of(self.member(one)[0], inputs, self.ran))
             call.on_backward = functools.partial(self._measure_between, one)
             call.on_end = self._begin_gap
@@ -163,7 +162,7 @@ class SharedBudget:
         """Note what code between graphs held at most, beside what graphs wait with."""
         peak_bytes = self.between.watched()
         if peak_bytes is not None and noted:
-            waiting = tuple(self._pending())
+            waiting = tuple(self.ran.pending())
             self.gaps.append((max(peak_bytes - self._saved_bytes(waiting), 0), waiting))
 
     def _saved_bytes(self, waiting: Sequence[ForwardPass]) -> int:
@@ -185,6 +184,7 @@ class SharedBudget:
         """Its backward pass is about to begin: what is held by nobody that the plans know of?"""
         self._end_gap()
         self.in_backward()
+        self.ran.begin_backward(one, early=self._within)
         now = self.between.now()
         if now is None or one not in self.ran or (len(self.ran) < 2 and one.waiting is None):
             return
@@ -192,7 +192,7 @@ class SharedBudget:
         (member, _), *later = map(self.member, self.ran[place:])
         expected = self.ran.left_bytes()[place] + member.arriving_bytes
         if any(other.waiting is not None for other in self.ran[place:]):  # the order is another one
-            now = self.between.beside(self._saved_bytes(self._pending())) or 0
+            now = self.between.beside(self._saved_bytes(self.ran.pending())) or 0
         else:
             now += sum(taken.saved_bytes for _, taken in later)
         one.backward_between_bytes = max(now - expected, one.backward_between_bytes or 0)
@@ -267,8 +267,9 @@ class SharedBudget:
 
     def _before(self, replaced: Entry | None) -> tuple[list[ForwardPass], int]:
         """What ran before ``replaced``, or before now, and what code between held then."""
-        found = ((self.ran[:place], one.between_bytes) for place, one in enumerate(self.ran) if one.entry is replaced)
-        return next(found, (self._pending() if self._nested else self.ran, max(self.between.bytes, 0)))
+        place = next((place for place, one in enumerate(self.ran) if one.entry is replaced), None)
+        between = max(self.between.bytes, 0) if place is None else self.ran[place].between_bytes
+        return Passes(self.ran[:place]).pending(), between
 
     def _note_step(self) -> bool:
         """For the plans of the next one. Whether that will be like it: what ran in it and is no graph any more will not."""
@@ -291,8 +292,7 @@ class SharedBudget:
         over, budget = self._over()
         if is_percentage(self.settings.given):
             self.granted_bytes = budget
-        expected = self.exceeded or self._first_plans
-        if self.record.passes and over > 0 and not expected:
+        if self.record.passes and over > 0 and not (self.exceeded or self._first_plans):
             _LOG.warning(
                 "the %d %s of the step exceed the budget of %d bytes by %d (code between: up to %d): all are replanned",
                 len(self.record.passes), self.what, budget, over, self.record.most_between,
