@@ -1,8 +1,8 @@
-"""How the tracer notes an operator's call: in short, where it takes tensors that the tracer knows and plain values.
+"""How the tracer notes an operator's call: in short, where it takes tensors and sizes that the tracer knows, and plain values.
 
 PyTorch's own way flattens arguments several times, makes a second description of each result, and looks for what most operators
-have nothing to do with (symbolic sizes, decompositions, constants). What is left to it: operators with symbolic sizes,
-those that consist of others, that write into arguments, or that take constants.
+have nothing to do with (decompositions, constants). What is left to it: operators that consist of others, that write into
+arguments, or that take constants.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _follow(tracer: Any, result: Any, node: fx.Node) -> None:
     node.meta["val"] = result
     if isinstance(result, torch.Tensor):
         proxy = fx.Proxy(node, tracer)
-        if isinstance(result, FakeTensor) and result._has_symbolic_sizes_strides:  # of rows that data select
+        if isinstance(result, FakeTensor) and result._has_symbolic_sizes_strides:
             proxy_tensor.track_tensor(result, proxy, constant=None, tracer=tracer)
         else:
             proxy_tensor.set_proxy_slot(result, tracer, proxy_tensor._ProxyTensor(proxy, None))
