@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import lowtide
+from lowtide.dynamic.operators import Operator
 from lowtide.memory import cpu_allocator
 from tests.online.scenarios import (
     ROWS,
@@ -385,3 +386,20 @@ def test_operators_with_a_decomposition_beside_their_kernels(function: Callable[
     with lowtide.online("1GiB"):
         (found,) = torch.autograd.grad(function(x).square().sum(), x)
     assert torch.equal(found, expected)
+
+
+def test_operators_are_read_once_for_all_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context that is entered for each step does not read the schemas of all operators anew."""
+    session, read = lowtide.online(1 << 30), []
+    original = Operator.__init__
+
+    def noting(operator: Operator, overload: Any) -> None:
+        read.append(overload)
+        original(operator, overload)
+
+    monkeypatch.setattr(Operator, "__init__", noting)
+    weight = torch.ones(8, 8, requires_grad=True)
+    for _ in range(3):
+        with session:
+            torch.tanh(weight @ weight).sum().backward()
+    assert len(read) == len(set(read)) > 0

@@ -11,7 +11,7 @@ pinned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,13 @@ from lowtide.dynamic.node import (
     OperatorCall,
     Origin,
     View,
+    any_evicted,
     blank,
+    current_node,
     dependents_of,
     is_opaque,
-    mapped,
+    origin_of,
+    parts_of,
     storage_of,
     tensors_of,
     views_in,
@@ -39,7 +42,7 @@ from lowtide.dynamic.patches import Access
 from lowtide.dynamic.rebuild import Rebuilder, out_of_memory
 from lowtide.errors import ExecutionError
 from lowtide.program import generators
-from lowtide.program.repeating import repeats_bits
+from lowtide.program.repeating import repeats_all_bits
 
 _RELEASE_EVERY = 256  # operators
 _LENGTHS_BYTES = 1 << 16  # integers up to this size are kept: PyTorch reads lengths where nobody can notice
@@ -67,14 +70,12 @@ class Engine:
         memory = self.memory
         if memory.dead:
             memory.release_dead()
-        writes = operator.writes
         unread: tuple[int, ...] = ()
         if operator.statistics is not None:  # written and never read in training, read and never written otherwise
             positions, flag = operator.statistics
             unread = positions if len(args) > flag and args[flag] else ()
-            writes += unread
         call, reads = self._recorded(operator, args, kwargs, unread)
-        node = torch._C._current_autograd_node()
+        node = current_node()
         # Contexts in each other see an operator one after the other.
         foresight = None if memory.locked else self.foresight
         if foresight is not None:
@@ -83,30 +84,29 @@ class Engine:
         started = memory.started
         needs = memory.lock_all((*reads, *self._nodes_in([args[place] for place in unread])) if unread else reads)
         try:
-            self.rebuilder.complete(needs)
+            if memory.dead or any_evicted(needs):
+                self.rebuilder.complete(needs)
             if operator.random:
                 call.draw = generators.Draw(_generator(args, kwargs))
-            targets = self._nodes_in(values_at(writes, args, kwargs)) if writes else []
-            version = self._supersede(call, needs, targets, superseded) if writes else None
+            version = None
+            if writes := operator.writes + unread:
+                targets = self._nodes_in(values_at(writes, args, kwargs))
+                version = self._supersede(call, needs, targets, superseded)
             memory.started = len(memory.locked)
             result, cost_ns = self.executor.run(operator, args, kwargs)
             if call.draw is not None and operator.with_generator(len(args)) is not None:
                 call.draw.drawn()
             memory.counters.operators += 1
             memory.counters.operator_ns += cost_ns
-            memory.pool.tick(cost_ns)
-            for one in reads:
-                one.accessed_ns = memory.pool.clock_ns
+            memory.pool.tick(cost_ns, reads)
             origin = origin_of(node)
             if version is not None:
                 self._written(version, superseded[0], call, reads, cost_ns)
                 version.origin = origin
-            made = self._remember(result, call, reads, cost_ns)
-            for one in made:
-                one.origin = origin
+            made = self._remember(result, call, reads, cost_ns, origin)
             if foresight is not None:
                 versions = [memory.nodes[one.address] for one in superseded]
-                foresight.after(operator, reads, [*made, *versions], cost_ns)
+                foresight.after(operator, reads, made + versions, cost_ns)
             if memory.recorder is not None:
                 written = self._nodes_in(values_at(writes, args, kwargs))
                 memory.recorder.operator(operator, reads, made, written, cost_ns)
@@ -129,56 +129,71 @@ class Engine:
             if kwargs.get("device") is None:
                 kwargs = {**kwargs, "device": args[0].device}
             return OperatorCall(operator, [blank(v) if isinstance(v, Tensor) else v for v in args], kwargs), reads
-
-        def recorded(value: Any) -> Any:
-            return self._view(value, reads)
-
         given = [None if place in unread else value for place, value in enumerate(args)] if unread else args
-        views = [recorded(value) if isinstance(value, Tensor) else mapped(recorded, value) for value in given]
-        return OperatorCall(operator, views, {name: mapped(recorded, value) for name, value in kwargs.items()}), reads
+        views = self._without_tensors(given, reads)
+        if kwargs:
+            kwargs = dict(zip(kwargs, self._without_tensors(kwargs.values(), reads), strict=True))
+        return OperatorCall(operator, views, kwargs), reads
 
-    def _view(self, tensor: Any, reads: dict[Node, None]) -> Any:
-        """What stands in the place of a tensor; anything else is itself."""
-        if not isinstance(tensor, Tensor):
-            return tensor
+    def _without_tensors(self, values: Iterable[Any], reads: dict[Node, None]) -> list[Any]:
+        """``values`` with what stands in the place of tensors, and lists in place of lists and tuples."""
+        return [
+            self._view(value, reads)
+            if isinstance(value, Tensor)
+            else self._without_tensors(value, reads)
+            if isinstance(value, (list, tuple))
+            else value
+            for value in values
+        ]
+
+    def _view(self, tensor: Tensor, reads: dict[Node, None]) -> Any:
+        """What stands in the place of a tensor."""
         node = self.memory.node_of(tensor)
         reads[node] = None
-        if is_opaque(tensor) and not node.opaque:  # made of plain memory that was there before, which is to stay
-            node.opaque = node.pinned = True
         if not node.opaque:
-            return View(node, tensor)
-        for part in _parts(tensor):
+            if not is_opaque(tensor):
+                return View(node, tensor)
+            node.opaque = node.pinned = True  # made of plain memory that was there before, which is to stay
+        for part in parts_of(tensor):
             inner = self.memory.node_of(part)
             inner.pinned = True
             reads[inner] = None
         return tensor
 
-    def _remember(self, result: Any, call: OperatorCall, reads: dict[Node, None], cost_ns: int) -> list[Node]:
+    def _remember(
+        self, result: Any, call: OperatorCall, reads: dict[Node, None], cost_ns: int, origin: Origin
+    ) -> list[Node]:
         """Nodes for the storages that the results are on, where they are new."""
         made = []
-        operator = call.operator
-        again = not (operator.once or operator.writes or any(node.opaque or node.writers for node in reads))
+        memory, operator = self.memory, call.operator
+        again = not (operator.once or operator.writes) and self._repeats(operator)
+        for node in reads:
+            if node.opaque or node.writers:
+                again = False
         for place, tensor in enumerate(tensors_of(result)):
             try:
                 storage = storage_of(tensor)
             except (NotImplementedError, RuntimeError):
                 continue
-            if self.memory.known(storage) is not None:
+            if memory.known(storage) is not None:
                 continue
-            if not again or not self._can_run_again(operator, tensor, storage):
-                made.append(self.memory.add_constant(storage, opaque=is_opaque(tensor)))
-                continue
-            node = Node(storage.nbytes(), tuple(reads))
+            size_bytes = storage.nbytes()
+            if again and self._is_worth_evicting(tensor, size_bytes):
+                node = Node(size_bytes, tuple(reads))
+                memory.attach(node, call, storage, cost_ns, place)
+            else:
+                node = memory.add_constant(storage, opaque=is_opaque(tensor))
+            node.origin = origin
             made.append(node)
-            self.memory.attach(node, call, storage, cost_ns, place)
         return made
 
-    def _can_run_again(self, operator: Operator, tensor: Tensor, storage: UntypedStorage) -> bool:
-        if storage.nbytes() <= self.tiny_bytes or is_opaque(tensor) or storage.device != self.device:
+    def _repeats(self, operator: Operator) -> bool:
+        return not operator.differs or repeats_all_bits(self.device)
+
+    def _is_worth_evicting(self, tensor: Tensor, size_bytes: int) -> bool:
+        if size_bytes <= self.tiny_bytes or is_opaque(tensor) or tensor.device != self.device:
             return False
-        if storage.nbytes() <= _LENGTHS_BYTES and not (tensor.is_floating_point() or tensor.is_complex()):
-            return False
-        return repeats_bits(operator.run, self.device)
+        return size_bytes > _LENGTHS_BYTES or tensor.is_floating_point() or tensor.is_complex()
 
     def _nodes_in(self, values: list[Any]) -> list[Node]:
         return list(dict.fromkeys(self.memory.node_of(tensor) for tensor in tensors_of(values)))
@@ -307,34 +322,14 @@ class Engine:
     def restore_all(self) -> None:
         """Rebuild whatever the program still holds."""
         self.memory.release_dead()
-        held = self.memory.lock_all([node for node in self.memory.nodes.values() if node.alive()])
+        nodes = self.memory.nodes.values()
+        if not any_evicted(nodes):
+            return
+        held = self.memory.lock_all([node for node in nodes if node.alive()])
         try:
             self.rebuilder.complete(held)
         finally:
             self.memory.unlock_last(held)
-
-
-def current_origin() -> Origin:
-    """Of what is computed now."""
-    return origin_of(torch._C._current_autograd_node())
-
-
-def origin_of(node: Any) -> Origin:
-    """Of what is computed inside this node of autograd's, or outside of any."""
-    if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
-        return Origin.GRADIENT
-    return Origin.FORWARD if node is None or torch.is_grad_enabled() else Origin.BACKWARD
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The strided tensors that a sparse one is made of."""
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()
 
 
 def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:

@@ -8,9 +8,9 @@ are always in force, so a plan that is wrong costs time and nothing else.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from threading import get_ident
 from typing import NamedTuple
 
 from lowtide.dynamic.cycles import MOST_OPERATORS, Cycle, Performed
@@ -67,7 +67,7 @@ class Foresight:
 
     def before(self, operator: Operator, reads: Iterable[Node], *, backward: bool) -> None:
         """The operator comes next; ``backward``: in a backward pass."""
-        cycle, thread = self._cycle, threading.get_ident()
+        cycle, thread = self._cycle, get_ident()
         self._counted = cycle is None or thread == self._thread or (self.device_threads and backward)
         if not self._counted:
             return
@@ -86,8 +86,9 @@ class Foresight:
             self._counted = False
             return
         cycle.keys.append((operator.run, *[node.size_bytes for node in reads]))
-        self._recognize(cycle, place)
-        self._act(place)
+        if place == 0 or self._followed is not None:
+            self._recognize(cycle, place)
+            self._act(place)
         if cycle.watched:
             self._watcher.begin(cycle)
 
@@ -169,8 +170,6 @@ class Foresight:
     def _recognize(self, cycle: Cycle, place: int) -> None:
         """Follow the plan of a known cycle that goes on as this one does, or none."""
         followed = self._followed
-        if followed is None and place > 0:
-            return
         if followed is not None and place < len(followed.keys) and followed.keys[place] == cycle.keys[place]:
             return
         self._leave()

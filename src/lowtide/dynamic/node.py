@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -19,6 +19,8 @@ from lowtide.program.generators import Draw
 storage_of = torch._C.TensorBase.untyped_storage  # as it was, whatever ``torch.Tensor`` says while a context is active
 _SERIAL = itertools.count()
 _FEW = 32  # operators that would have to run
+AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+current_node = torch._C._current_autograd_node
 WRITTEN = -1  # the place of a result that an operator wrote into an argument
 
 
@@ -29,6 +31,18 @@ class Origin(IntEnum):
     FORWARD = 0
     BACKWARD = 1
     GRADIENT = 2
+
+
+def current_origin() -> Origin:
+    """Of what is computed now."""
+    return origin_of(current_node())
+
+
+def origin_of(node: Any) -> Origin:
+    """Of what is computed inside this node of autograd's, or outside of any."""
+    if isinstance(node, AccumulateGrad):
+        return Origin.GRADIENT
+    return Origin.FORWARD if node is None or torch.is_grad_enabled() else Origin.BACKWARD
 
 
 class Node(Entry):
@@ -150,6 +164,25 @@ def is_opaque(tensor: Tensor) -> bool:
     return tensor.is_quantized or tensor.is_nested
 
 
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+def any_evicted(nodes: Iterable[Node]) -> bool:
+    """Whether one of them is gone."""
+    for node in nodes:  # noqa: SIM110 (before every operator; a generator would take twice the time)
+        if node.evicted:
+            return True
+    return False
+
+
 def dependents_of(node: Node) -> list[Node]:
     """What was computed from the node's contents: through what the program released, up to what it holds."""
     seen: dict[Node, None] = {}
@@ -217,7 +250,15 @@ def tensors_of(value: Any) -> Sequence[Tensor]:
     """The tensors in lists and tuples."""
     if isinstance(value, Tensor):
         return (value,)
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    if not isinstance(value, (list, tuple)):
+        return ()
+    found: list[Tensor] = []
+    for item in value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found.extend(tensors_of(item))
+    return found
 
 
 def views_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[View]:

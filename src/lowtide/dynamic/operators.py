@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide.program.generators import form_with_generator
+from lowtide.program.repeating import differs_in_bits
 
 Position = int | str  # of an argument: its place, or its name where it is passed by name
 
@@ -42,15 +43,18 @@ class Operator:
     taken apart first. ``writes``: the positions of tensors that it changes. ``random``: reads a generator. ``once``: never
     run again (collectives, effects, operators from elsewhere, of which nothing is known). ``geometry_only``: reads no
     contents. ``statistics``: positions written in training and left out when it runs again, and the position of the flag.
+    ``differs``: there are devices on which it does not repeat its bits. ``run``: calls ``overload``.
     """
 
     __slots__ = (
         "_drawing",
         "composite",
         "detaches",
+        "differs",
         "geometry_only",
         "name",
         "once",
+        "overload",
         "passes",
         "random",
         "run",
@@ -59,12 +63,15 @@ class Operator:
     )  # fmt: skip
 
     def __init__(self, overload: Any) -> None:
-        self.run = overload
+        self.overload = overload
+        # Without the function in Python that only hands the arguments on.
+        self.run = overload._op if type(overload) is OpOverload else overload
         self._drawing: Operator | None = None
         self.detaches = overload is torch.ops.aten.detach.default
         self.name = str(overload)
         self.passes = self.composite = self.random = self.geometry_only = False
         self.once = True
+        self.differs = differs_in_bits(overload)
         self.writes: tuple[Position, ...] = ()
         self.statistics: tuple[tuple[int, ...], int] | None = None
         if isinstance(overload, OpOverload):
@@ -92,10 +99,10 @@ class Operator:
 
     def with_generator(self, given: int) -> Operator | None:
         """The form that takes a keyword ``generator`` beside ``given`` arguments without names, if there is one."""
-        form = form_with_generator(self.run, given)
+        form = form_with_generator(self.overload, given)
         if form is None:
             return None
-        if form is self.run:
+        if form is self.overload:
             return self
         self._drawing = self._drawing or Operator(form)
         return self._drawing

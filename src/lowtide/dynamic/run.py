@@ -13,17 +13,18 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.dynamic.engine import Engine, current_origin
+from lowtide.dynamic.engine import Engine
 from lowtide.dynamic.executor import Observed, executor_for
 from lowtide.dynamic.foresight import Foresight
 from lowtide.dynamic.habits import Habits
 from lowtide.dynamic.memory import Memory, Refusal
-from lowtide.dynamic.node import Origin
+from lowtide.dynamic.node import AccumulateGrad, Origin, current_node, current_origin
 from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.patches import Access, Patches, UncompiledMode, uncompiled
 from lowtide.dynamic.rebuild import RebuildError
@@ -46,8 +47,8 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The arguments of ``lowtide.online``, checked. ``habits``: what is known of the program; ``None``: nothing is planned.
-    ``observed``: what is known of its operators. ``may_exceed``: where nothing more can be evicted, the program goes on above
-    the budget."""
+    ``observed``: what is known of its operators' memory, ``operators``: of themselves, by the addresses of overloads that they
+    hold. ``may_exceed``: where nothing more can be evicted, the program goes on above the budget."""
 
     budget_bytes: int
     heuristic: str
@@ -59,6 +60,7 @@ class Settings:
     device: torch.device
     habits: Habits | None = None
     observed: Observed = field(default_factory=Observed)
+    operators: dict[int, Operator] = field(default_factory=dict, compare=False)
     may_exceed: bool = False
 
 
@@ -70,7 +72,7 @@ class OnlineMode(UncompiledMode):
     def __init__(self, run: OnlineRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.run = run
-        self.known: dict[Any, Operator] = {}
+        self.known = run.settings.operators
 
     def __enter__(self) -> OnlineMode:
         self.run.thread.modes += 1
@@ -83,15 +85,16 @@ class OnlineMode(UncompiledMode):
 
     @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
-            return NotImplemented  # a tensor subclass: what it is made of comes by
-        operator = self.known.get(func)
+        for kind in types:
+            if kind.__torch_dispatch__ is not _PLAIN:
+                return NotImplemented  # a tensor subclass: what it is made of comes by
+        operator = self.known.get(id(func))  # the hash of an operator is a function in Python
         if operator is None:
-            operator = self.known[func] = Operator(func)
+            operator = self.known[id(func)] = Operator(func)
         if operator.passes:
-            if operator.detaches:
+            if operator.detaches and isinstance(current_node(), AccumulateGrad):
                 self.run.detached(args[0])
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return operator.run(*args, **kwargs) if kwargs else operator.run(*args)
         if operator.composite:
             with self:
                 return func.decompose(*args, **(kwargs or {}))
@@ -145,7 +148,7 @@ class OnlineRun:
         with self.memory.lock:
             if not self.open:  # a thread that outlived the context
                 return operator.run(*args, **kwargs)
-            if self.executor.thread != threading.get_ident():
+            if self.executor.thread != get_ident():
                 self.executor.enter_thread()
             outermost = not self.memory.locked
             try:

@@ -40,9 +40,11 @@ class Pool:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._there)
 
-    def tick(self, cost_ns: int) -> None:
-        """An operator has run."""
+    def tick(self, cost_ns: int, read: Iterable[Entry] = ()) -> None:
+        """An operator has run, and has read these."""
         self.clock_ns += cost_ns
+        for entry in read:
+            entry.accessed_ns = self.clock_ns
 
     def touch(self, entry: Entry) -> None:
         """The entry was read or written."""

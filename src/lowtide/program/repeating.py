@@ -25,9 +25,12 @@ _DIFFERING = re.compile(
 
 def repeats_bits(operator: Any, device: torch.device) -> bool:
     """Whether an operator's results are the same to the bit however often it runs on the device, as settings are now."""
-    return not differs_in_bits(operator) or (
-        interface_of(device).repeats_bits or torch.are_deterministic_algorithms_enabled()
-    )
+    return not differs_in_bits(operator) or repeats_all_bits(device)
+
+
+def repeats_all_bits(device: torch.device) -> bool:
+    """Whether that is so for all operators on the device, as settings are now."""
+    return interface_of(device).repeats_bits or torch.are_deterministic_algorithms_enabled()
 
 
 @functools.cache
