@@ -201,7 +201,11 @@ bool make_room(Number bytes) {
     try {
         return nb::cast<bool>(function(bytes));
     } catch (nb::python_error& error) {
-        error.discard_as_unraisable("lowtide's allocation counter");
+        if (error.matches(PyExc_KeyboardInterrupt)) {
+            PyErr_SetInterrupt();  // it struck before the function could catch it: Python raises it soon
+        } else {
+            error.discard_as_unraisable("lowtide's allocation counter");
+        }
         return false;
     }
 }

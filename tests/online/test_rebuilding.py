@@ -153,8 +153,6 @@ def _lines_of_rebuilds() -> int:
     return lines[0]
 
 
-# Between the call from C++ and the first line that can catch it, an interruption is reported as one that nobody can raise.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. .lowtide:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("part", range(3))
 def test_interrupt_anywhere_in_a_rebuild(part: int) -> None:
     """Whatever was half done, all that the program holds is as it was."""
