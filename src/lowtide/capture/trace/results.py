@@ -48,6 +48,7 @@ def key_of(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         return None
     try:
         key = [func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
+        key += [torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()]  # convolutions choose layouts by these
         key.extend(_key(mode, one) for one in args)
         key.extend((name, _key(mode, one)) for name, one in kwargs.items())
     except _UnkeptError:
