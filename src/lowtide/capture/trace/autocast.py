@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from lowtide.capture.trace.patches import wrapped
 from lowtide.capture.trace.recorder import added
 from lowtide.device import plain_types
+from lowtide.program.layouts import memory_of
 from lowtide.program.roles import Gradient
 
 _ATEN = torch.ops.aten
@@ -88,7 +89,7 @@ def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callabl
     for group, (first, *others) in groups.items():
         for cast in others:
             group_of.update({(group[0], found.meta.get("seq_nr")): group for found in (first, cast)})
-            served[_memory(cast.meta["val"])] = first.meta["val"]
+            served[memory_of(cast.meta["val"])] = first.meta["val"]
             cast.replace_all_uses_with(first)
             module.graph.erase_node(cast)
     if not group_of:
@@ -105,13 +106,9 @@ def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callabl
     module.recompile()
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _in_memory_of(served: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """A view of another cast is one of the cast that serves its uses."""
-    base = served.get(_memory(tensor)) if tensor.layout is torch.strided else None
+    base = served.get(memory_of(tensor))
     return tensor if base is None else base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

@@ -120,7 +120,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self._attach_results(func, result, real, known)
                 return result
             if key is not None:
-                results.keep(self, key, args, kwargs, result)
+                results.keep(self, key, args, result)
         return self._described(func, args, result)
 
     def _computed(

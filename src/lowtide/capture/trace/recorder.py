@@ -18,9 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace.expected import QUESTIONS
-from lowtide.capture.trace.results import PLAIN
+from lowtide.capture.trace.results import PLAIN, is_composite, writes_nothing
 
-_COMPOSITE = "CompositeImplicitAutograd"
 _DEVICE = torch.ops.prim.device.default
 _LEFT = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, _DEVICE}
 
@@ -74,13 +73,9 @@ def note(tracer: Any, func: Any, nodes: tuple[tuple[Any, ...], dict[str, Any]], 
 @functools.lru_cache(maxsize=1 << 12)
 def is_simple(func: Any) -> bool:
     """Whether calls of it are noted in short."""
-    if not isinstance(func, torch._ops.OpOverload) or func in _LEFT or func._schema.is_mutable:
+    if not writes_nothing(func) or func in _LEFT or is_composite(func):
         return False
-    name = str(func.name())  # type: ignore[no-untyped-call]
-    if not torch._C._dispatch_has_kernel(name):  # ``aten::size``, which the dispatcher does not know
-        return False
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE)
-    return not composite and torch.Tag.data_dependent_output not in func.tags
+    return torch.Tag.data_dependent_output not in func.tags
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.capture.trace.real_strides import tensors_among
 from lowtide.capture.trace.sizes import hint, hints
-from lowtide.program.layouts import copies_storage, span_elements
+from lowtide.program.layouts import copies_storage, memory_of, span_elements
 
 PLAIN = frozenset(
     {bool, complex, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format, type(None)}
@@ -26,6 +26,18 @@ _MOST = 1 << 14
 _KNOWN: dict[Any, Any] = {}  # of sizes that are numbers
 _LIFTED = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+
+
+def writes_nothing(func: Any) -> bool:
+    """Whether it is an operator of the dispatcher's (``aten::size`` is none), and writes into none of its arguments."""
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
+        return False
+    return bool(torch._C._dispatch_has_kernel(func.name()))  # type: ignore[no-untyped-call]
+
+
+def is_composite(func: Any) -> bool:
+    """Whether autograd sees the operators that it is made of."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 class _Kept(NamedTuple):
@@ -44,7 +56,7 @@ class _UnkeptError(Exception):
 
 def key_of(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Under which the result is kept; ``None`` where it is not."""
-    if not _is_kept(func):
+    if not _is_kept(func) or next(tensors_among((*kwargs.values(),)), None) is not None:
         return None
     try:
         key = [func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
@@ -56,13 +68,10 @@ def key_of(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return tuple(key)
 
 
-def keep(mode: Any, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+def keep(mode: Any, key: Any, args: Sequence[Any], result: Any) -> None:
     """The ``result`` of a fake kernel for later calls, if it is of tensors alone."""
-    given = [one.untyped_storage()._cdata for one in tensors_among(args)]
-    if next(tensors_among((*kwargs.values(),)), None) is not None:
-        return
     try:
-        found = _kept(result, given, [])
+        found = _kept(result, [*map(memory_of, tensors_among(args))], [])
     except _UnkeptError:
         return
     if not _is_alike(_made(mode, found, args), result):
@@ -85,16 +94,12 @@ def _table(mode: Any) -> dict[Any, Any]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _is_kept(func: Any) -> bool:
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
+    if not writes_nothing(func) or func.namespace != "aten":
         return False
     if func in _LIFTED or copies_storage(func) or any(tag in func.tags for tag in _TAGS):
         return False
-    name = str(func.name())  # type: ignore[no-untyped-call]
-    if not torch._C._dispatch_has_kernel(name):
-        return False
     aliases = [one.alias_info is not None for one in func._schema.returns]
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
-    return not any(aliases) or (aliases == [True] and bool(func.is_view) and not composite)
+    return not any(aliases) or (aliases == [True] and bool(func.is_view) and not is_composite(func))
 
 
 def _key(mode: Any, value: Any) -> Any:
@@ -130,15 +135,15 @@ def _kept(result: Any, given: list[int], made: list[int]) -> _Kept | tuple[_Kept
         return tuple(None if one is None else _kept(one, given, made) for one in result)  # type: ignore[misc]
     if type(result) is not FakeTensor or not _is_plain(result) or result.requires_grad:
         raise _UnkeptError
-    own = result.untyped_storage()
-    shows = own._cdata in given  # so does ``_unsafe_view``, of which the schema does not tell
-    if own._cdata in made or (shows and len(given) > 1):
+    memory = memory_of(result)
+    shows = memory in given  # so does ``_unsafe_view``, of which the schema does not tell
+    if memory in made or (shows and len(given) > 1):
         raise _UnkeptError
     shape, strides, offset = tuple(result.shape), result.stride(), result.storage_offset()
     elements = span_elements(hints(shape), hints(strides))
-    if not shows and (hint(offset) != 0 or hint(own.nbytes()) != elements * result.itemsize):
+    if not shows and (hint(offset) != 0 or hint(result.untyped_storage().nbytes()) != elements * result.itemsize):
         raise _UnkeptError
-    made.append(own._cdata)
+    made.append(memory)
     return _Kept(shape, strides, offset if shows else None, result.dtype, result.fake_device)
 
 
