@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lowtide
-from tests.fuzz.changed import Computes, Reader, Thing, follows, having, part_of, rows, steps
+from tests.fuzz.changed import Computes, Reader, Thing, follows, having, part_of, rows, same, step, steps
 
 _MODULE = types.ModuleType("constants_of_a_test")
 _LIST = [1.0]
@@ -125,3 +125,62 @@ IN_PLACE_OF: dict[str, tuple[Any, Any, str, Callable[[], Any]]] = {
 def test_attributes_that_come_before_what_is_registered(what: str) -> None:
     compute, prepare, name, make = IN_PLACE_OF[what]
     follows(Computes(compute, prepare), lambda model: vars(model).update({name: make()}))
+
+
+class Kept:
+    """Keeps what its method gave it first."""
+
+    number = 1.0
+
+    @functools.cache  # noqa: B019
+    def first(self) -> float:
+        return self.number
+
+
+class _Keeps(Kept, nn.Module):
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return y * self.first()
+
+
+@functools.lru_cache(maxsize=2)
+def twice(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach() * 2
+
+
+def _grown(model: Any) -> None:
+    with torch.no_grad():
+        model.linear.bias.add_(1.0)
+
+
+KEPT: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
+    "for a module": (part_of, having(part=_Keeps), lambda model: setattr(model.part, "number", 2.0)),
+    "for an object": (
+        lambda s, y, x: y * s.kept.first(),
+        having(kept=Kept),
+        lambda model: setattr(model.kept, "number", 2.0),
+    ),
+    "for a parameter": (lambda s, y, x: y * twice(s.linear.bias), having(), _grown),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_results_that_functools_keeps(what: str) -> None:
+    """Eager finds the first one again, whatever has changed since."""
+    compute, prepare, change = KEPT[what]
+    torch.manual_seed(0)
+    model = Computes(compute, prepare)
+    lowtide.rematerialize(model, (rows(),), budget="100%")
+    for _ in range(3):
+        found = step(model, (rows(),), plain=False)
+        assert same(found, step(model, (rows(),), plain=True))
+        change(model)
+
+
+def test_results_that_functools_keeps_for_numbers() -> None:
+    model = Computes(lambda s, y, x: y * doubled(x.shape[0]))
+    lowtide.plan(model, (rows(),), budget="100%")  # it is one program
+
+
+@functools.cache
+def doubled(number: int) -> float:
+    return number * 2.0

@@ -35,7 +35,7 @@ from lowtide.capture.python_state.effects.random_numbers import RandomRecorder
 from lowtide.capture.python_state.effects.returned import with_originals
 from lowtide.capture.python_state.effects.snapshots import snapshot
 from lowtide.capture.python_state.guards import twice
-from lowtide.capture.python_state.guards.caches import Caches
+from lowtide.capture.python_state.guards.caches import Caches, refuse_kept_for
 from lowtide.capture.python_state.guards.classes_shown import ClassesShown
 from lowtide.capture.python_state.guards.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
 from lowtide.capture.python_state.guards.external_effects import ExternalEffects, hooks_in
@@ -284,7 +284,7 @@ class TracedModel:
             ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
             random_numbers.none_by(model, reached.generators),
             observer.watching(),
-            self.call.caches.without_fakes(),
+            self.call.caches.without_fakes(self.latest_reads.caches),
             replaced(FunctionalTensor, "__repr__", torch.Tensor.__repr__),
             replaced(nn.Module, "to", staying(nn.Module.to)),
             told_as_in_eager(),
@@ -298,6 +298,7 @@ class TracedModel:
         ):
             modes = process.autocast(), torch.is_grad_enabled()
             result = writes.take(model, model.forward(*args, **kwargs))
+            refuse_kept_for(observer.copied, self.latest_reads.caches.values())
             if modes != (process.autocast(), torch.is_grad_enabled()):
                 raise CaptureError(
                     "the forward pass leaves autocast or the gradient mode in another state than before, which planned calls "

@@ -3,6 +3,9 @@
 A model may build a constant in a function under ``functools.lru_cache`` (BEiT's relative positions). Traced, the cache
 keeps a fake tensor, which the tracer's next pass, and the user's next eager call, would be handed. Caches that hold fake
 tensors are cleared: what tracing put there goes, and the entries beside it are made again when asked for.
+
+A method under ``functools.cache`` keeps its results by the object it belongs to. Traced, that is a copy: eager's calls find the
+result of the first one, however the object has changed since, and a capture never does.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture.python_state.code.code_names import is_library
 from lowtide.capture.trace.patches import replaced
+from lowtide.errors import CaptureError
 from lowtide.objects.walk import PLAIN
 
 _CACHE = type(functools.lru_cache(len))
@@ -34,31 +39,49 @@ class Results:
     which of them it holds still."""
 
     def __init__(self, cache: Any) -> None:
-        self._cache, self._misses = cache, cache.cache_info().misses
+        self.cache, self._misses = cache, cache.cache_info().misses
         self.then = self._results()
 
     def __call__(self) -> tuple[Any, ...]:
         held = {*map(id, self._held())} if self.then else ()
-        return self._cache.cache_info().misses >= self._misses, *(one for one in self.then if id(one) in held)
+        return self.cache.cache_info().misses >= self._misses, *(one for one in self.then if id(one) in held)
 
     @property
     def are_more(self) -> bool:
         """Whether others have come since."""
         return not {*map(id, self._results())} <= {*map(id, self.then)}
 
+    def arguments(self) -> Iterator[Any]:
+        """That it keeps results for."""
+        for key in self._table():
+            yield from key if isinstance(key, tuple) else (key,)
+
     def _table(self) -> dict[Any, Any]:
         """By their arguments, the results, or links to them in a cache of limited size, which refers to results itself."""
-        own = self._cache.__dict__
-        return [one for one in gc.get_referents(self._cache) if type(one) is dict and one is not own][-1]
+        own = self.cache.__dict__
+        return [one for one in gc.get_referents(self.cache) if type(one) is dict and one is not own][-1]
 
     def _held(self) -> list[Any]:
-        return [*gc.get_referents(self._cache), *self._table().values()]
+        return [*gc.get_referents(self.cache), *self._table().values()]
 
     def _results(self) -> tuple[Any, ...]:
-        own, table = self._cache.__dict__, self._table()
+        own, table = self.cache.__dict__, self._table()
         beside = {*map(id, (own, table, *own.values(), *table))}
         found = (one for one in self._held() if id(one) not in beside and not isinstance(one, _NO_RESULT))
         return tuple(one for one in found if type(one).__qualname__ not in ("object", "_lru_list_elem"))
+
+
+def refuse_kept_for(copies: Mapping[int, Any], caches: Iterable[Results]) -> None:
+    """Raises ``CaptureError`` where one keeps a result for one of the ``copies`` (by their ids) or for a tensor of the
+    tracer's: for the original there may be another one. Objects that are equal to their copies find those of their copies."""
+    for results in caches:
+        for one in results.arguments():
+            copied = id(one) in copies and type(one).__hash__ is object.__hash__  # type: ignore[comparison-overlap]
+            if copied or isinstance(one, (FakeTensor, FunctionalTensor)):
+                raise CaptureError(
+                    f"{results.cache.__qualname__} keeps its result for a {type(one).__name__} (functools.cache or lru_cache), "
+                    "which planned calls would not look up: keep it in an attribute, or give the function numbers and texts."
+                )
 
 
 def is_cache(value: Any) -> bool:
@@ -82,10 +105,11 @@ class _Found:
 
     def all(self) -> list[Any]:
         """Looking at all objects of the process takes long. Each cache refers to its type: where as many do as before beside
-        those that are known, there are no others."""
+        those that are known, there are no others, unless as many of these ended at the same time (in frames of a traceback)."""
         known = [one for link in self._links if (one := link()) is not None]
         if sys.getrefcount(_CACHE) - len(known) != self._others:
-            known = [one for one in gc.get_referrers(_CACHE) if type(one) is _CACHE]
+            found = {id(one): one for one in gc.get_referrers(_CACHE) if type(one) is _CACHE}  # none of frozen ones
+            known = [*({id(one): one for one in known} | found).values()]
             self._links = [weakref.ref(one) for one in known]
             self._others = sys.getrefcount(_CACHE) - len(known)
         return known
@@ -101,12 +125,15 @@ class Caches:
         self._misses = {one: one.cache_info().misses for one in _FOUND.all()}
 
     @contextlib.contextmanager
-    def without_fakes(self) -> Iterator[None]:
-        """After what runs inside, those are cleared that it has given fake tensors to hold."""
+    def without_fakes(self, reached: Mapping[int, Results] = MappingProxyType({})) -> Iterator[None]:
+        """After what runs inside, those are cleared that it has given fake tensors to hold. ``reached``: what it comes to, of
+        which some may have been frozen with all other objects of the process (``gc.freeze``)."""
         try:
             with replaced(functools, "_lru_cache_wrapper", self.made):
                 yield
         finally:
+            for results in reached.values():
+                self._misses.setdefault(results.cache, -1)
             for one, before in self._misses.items():
                 misses = one.cache_info().misses
                 if misses != before and _holds_fake(one, _DEPTH):

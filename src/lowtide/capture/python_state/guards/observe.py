@@ -71,7 +71,7 @@ class Observer:
         self.compares = frozenset[str]()  # how code that it may run does
         self._thread, self._busy = threading.get_ident(), False
         self.originals: dict[int, Any] = {}  # of what the run sees, by its id
-        self._copied = copies
+        self.copied = copies
         self._alive: list[Any] = [clone]  # no id comes again
         self._modules, self._classes, self._numbers, self._shown = modules, NotingClasses(), numbers, classes
         self._waiting: deque[tuple[Any, Any, str]] = deque()
@@ -214,13 +214,13 @@ class Observer:
     def _original_of(self, seen: Any, otherwise: Any) -> Any:
         """What an object is a copy of. ``otherwise``: what stands in its place in the original, which it is taken for where
         that was not copied itself: a class may copy its objects by way of others."""
-        original = self._copied.get(id(seen), (otherwise,))[0]
+        original = self.copied.get(id(seen), (otherwise,))[0]
         other = otherwise is not seen and type(original) is type(otherwise)
         return otherwise if other and id(otherwise) not in self._sources else original
 
     @functools.cached_property
     def _sources(self) -> set[int]:
-        return {id(original) for original, _ in self._copied.values()}
+        return {id(original) for original, _ in self.copied.values()}
 
     def _look_at_namespace(self, module: types.ModuleType) -> None:
         self._namespaces.add(module, module.__name__)
