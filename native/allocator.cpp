@@ -2,46 +2,52 @@
 
 #include <algorithm>
 #include <array>
-#include <stdexcept>
+#include <new>
 
 #include "arena.hpp"
+#include "c10.hpp"
 
 namespace lowtide {
 namespace {
 
+using namespace c10;
+
 constexpr int table_bits = 18;          // blocks alive at a time: 4 MiB of table, touched only as used
 constexpr std::size_t refused = std::size_t{1} << 62;  // bytes that no allocator has: the original one refuses them in its
                                                        // own way, with its own exception
+constexpr std::align_val_t page{4096};
 
-// Layouts of c10 under the Itanium ABI, which Linux and macOS share. A `c10::DataPtr` is data, then context and deleter in
-// the standard library's order, then the device; of four words, it is returned through memory.
-struct DataPtr {
-    std::array<std::uintptr_t, 4> words;
-};
+// What is reserved is recorded in the counter.
+class HostMemory final : public Source {
+public:
+    explicit HostMemory(Counter& counter) : counter_(counter) {}
 
-// The table behind a `c10::Allocator`: two destructors, `allocate`, `is_simple_data_ptr`, `raw_deleter`, and more.
-using Deleter = void (*)(void* block);
-using Allocate = DataPtr (*)(void* self, std::size_t bytes);
-using RawDeleter = Deleter (*)(const void* self);
-using Method = void (*)();
-constexpr std::size_t allocate_entry = 2;
-constexpr std::size_t raw_deleter_entry = 4;
-using Methods = std::array<Method, 16>;
+    void* take(std::int64_t bytes) override {
+        void* memory = ::operator new(static_cast<std::size_t>(bytes), page, std::nothrow);
+        if (memory != nullptr) counter_.reserve(bytes);
+        return memory;
+    }
+    void give(void* memory, std::int64_t bytes) override {
+        counter_.reserve(-bytes);
+        ::operator delete(memory, page);
+    }
+    const void* allocator() const override { return this; }
 
-struct Allocator {
-    const Method* methods;
+private:
+    Counter& counter_;
 };
 
 // Everything about the installed allocator. Set before it is installed, then only read; never freed.
 struct Hook {
     Allocator ours;
-    Methods methods;
+    std::array<Method, 16> methods;
     Allocator* original;
     Allocate allocate;
     Deleter deleter;
     std::size_t deleter_word;
     std::uintptr_t device_word;
     Counter counter;
+    HostMemory memory{counter};
 };
 Hook* hook = nullptr;
 
@@ -56,24 +62,18 @@ void release(void* block) {
     hook->deleter(block);
 }
 
-DataPtr in_arena(void* block, std::int64_t bytes) {
-    hook->counter.enter(block, bytes, false);
-    const auto address = reinterpret_cast<std::uintptr_t>(block);
-    DataPtr made{{address, address, address, hook->device_word}};
-    made.words[hook->deleter_word] = reinterpret_cast<std::uintptr_t>(&release);
-    return made;
-}
-
 DataPtr allocate(void*, std::size_t bytes) {
     const auto wanted = static_cast<std::int64_t>(bytes);
     const bool granted = hook->counter.grants(wanted);
-    if (void* place = granted ? placed(wanted) : nullptr; place != nullptr) return in_arena(place, wanted);
+    if (void* place = granted ? placed(&hook->memory, wanted).block : nullptr; place != nullptr) {
+        hook->counter.enter(place, wanted, false);
+        return data_ptr(place, &release, hook->deleter_word, hook->device_word);
+    }
     DataPtr made = hook->allocate(hook->original, granted ? bytes : refused);
-    void* block = reinterpret_cast<void*>(made.words[0]);
-    if (block != nullptr && hook->counter.enter(block, wanted)) {
+    if (made.block() != nullptr && hook->counter.enter(made.block(), wanted)) {
         made.words[hook->deleter_word] = reinterpret_cast<std::uintptr_t>(&release);
     }
-    note_allocated(block, wanted);
+    note_allocated(&hook->memory, made.block(), wanted);
     return made;
 }
 
@@ -81,33 +81,20 @@ Deleter raw_deleter(const void*) {
     return &release;
 }
 
-// At which word of a `DataPtr` the deleter stands: the words data, context and deleter follow one another in a `StorageImpl`,
-// behind its table and its count of references.
-std::size_t find_deleter(std::span<const std::uintptr_t> storage, std::uintptr_t data, Deleter deleter) {
-    const auto address = reinterpret_cast<std::uintptr_t>(deleter);
-    for (std::size_t first = 2; first < 6; ++first) {
-        const auto words = storage.subspan(first, 3);
-        if (std::ranges::equal(words, std::array{data, address, data})) return 1;
-        if (std::ranges::equal(words, std::array{data, data, address})) return 2;
-    }
-    throw std::runtime_error("the layout of c10::DataPtr is not the expected one");
-}
-
 }  // namespace
 
 Counter& install_counter(const AllocatorAccess& access, const void* storage, const void* data,
                          std::function<bool(std::int64_t)> make_room) {
     auto* original = static_cast<Allocator*>(access.get());
-    Methods methods;
+    std::array<Method, 16> methods;
     std::copy_n(original->methods, methods.size(), methods.begin());
-    const auto deleter = reinterpret_cast<RawDeleter>(methods[raw_deleter_entry])(original);
-    const std::span words(static_cast<const std::uintptr_t*>(storage), 8);
-    const std::size_t deleter_word = find_deleter(words, reinterpret_cast<std::uintptr_t>(data), deleter);
+    const Deleter deleter = original->deleter();
+    const std::size_t deleter_word = find_deleter(storage, data, deleter);
     const auto allocate_original = reinterpret_cast<Allocate>(methods[allocate_entry]);
     methods[allocate_entry] = reinterpret_cast<Method>(&allocate);
     methods[raw_deleter_entry] = reinterpret_cast<Method>(&raw_deleter);
     const DataPtr example = allocate_original(original, 1);
-    deleter(reinterpret_cast<void*>(example.words[0]));
+    deleter(example.block());
     hook = new Hook{{},           methods,          original, allocate_original, deleter,
                     deleter_word, example.words[3], {table_bits, std::move(make_room)}};
     hook->ours.methods = hook->methods.data();
@@ -117,6 +104,11 @@ Counter& install_counter(const AllocatorAccess& access, const void* storage, con
 
 void uninstall_counter(const AllocatorAccess& access) {
     access.set(hook->original, 0);
+}
+
+Source& host_memory() {
+    if (hook == nullptr) throw std::runtime_error("arenas need the counter, which is not installed");
+    return hook->memory;
 }
 
 }  // namespace lowtide

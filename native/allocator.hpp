@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "counter.hpp"
+#include "source.hpp"
 
 namespace lowtide {
 
@@ -22,5 +23,8 @@ Counter& install_counter(const AllocatorAccess& access, const void* storage, con
 
 // Puts PyTorch's own allocator back.
 void uninstall_counter(const AllocatorAccess& access);
+
+// Memory of the host for arenas, of which the installed counter knows; throws std::runtime_error where none is installed.
+Source& host_memory();
 
 }  // namespace lowtide

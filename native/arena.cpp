@@ -20,7 +20,7 @@ struct Block {
     std::atomic<std::uintptr_t> begin = 0;
     std::atomic<std::uintptr_t> end = 0;          // 0 where the descriptor is free
     std::map<std::int64_t, std::int64_t> alive;  // from the offsets of what lies in it to where that ends
-    Counter* counter = nullptr;
+    Source* source = nullptr;
     bool retired = false;
 
     std::int64_t bytes() const { return static_cast<std::int64_t>(end - begin); }
@@ -29,7 +29,6 @@ struct Block {
 namespace {
 
 constexpr std::int64_t alignment = 64;  // of PyTorch's own CPU allocator: kernels may choose their way by it
-constexpr std::align_val_t page{4096};
 constexpr std::size_t most_blocks = 256;   // at a time
 constexpr std::size_t most_allocations = 96;  // of one operator that are told apart
 constexpr int most_lessons = 4;            // runs of an operator after which it stays outside
@@ -57,35 +56,43 @@ std::int64_t padded(std::int64_t bytes) {
     return (bytes + alignment - 1) / alignment * alignment;
 }
 
+// Memory that is no block's any more: to be given back when the registry is not locked, since its source may wait for others.
+struct Given {
+    Source* source = nullptr;
+    void* memory = nullptr;
+    std::int64_t bytes = 0;
+
+    void give() const {
+        if (memory != nullptr) source->give(memory, bytes);
+    }
+};
+
 // Those below are called with the registry locked.
 
-void release_memory(Block& block) {
-    auto* memory = reinterpret_cast<void*>(block.begin.load());
-    block.counter->reserve(-block.bytes());
+Given free_block(Block& block) {
+    const Given given{block.source, reinterpret_cast<void*>(block.begin.load()), block.bytes()};
     block.end = 0;
     block.begin = 0;
-    ::operator delete(memory, page);
+    return given;
 }
 
-void retire(Block* block) {
-    if (block == nullptr) return;
+Given retire(Block* block) {
+    if (block == nullptr) return {};
     block->retired = true;
-    if (block->alive.empty()) release_memory(*block);
+    return block->alive.empty() ? free_block(*block) : Given{};
 }
 
-Block* new_block(std::int64_t bytes, Counter& counter) {
+// Null where there are as many as there can be.
+Block* new_block(void* memory, std::int64_t bytes, Source& source) {
     auto& blocks = registry().blocks;
     const auto free = std::ranges::find_if(blocks, [](const Block& block) { return block.end == 0; });
     if (free == blocks.end()) return nullptr;
-    void* memory = ::operator new(static_cast<std::size_t>(bytes), page, std::nothrow);
-    if (memory == nullptr) return nullptr;
-    free->counter = &counter;
+    free->source = &source;
     free->retired = false;
     free->begin = reinterpret_cast<std::uintptr_t>(memory);
     free->end = free->begin + static_cast<std::uintptr_t>(bytes);
     const auto position = static_cast<std::size_t>(free - blocks.begin());
     registry().used = std::max(registry().used.load(), position + 1);
-    counter.reserve(bytes);
     return &*free;
 }
 
@@ -97,6 +104,7 @@ void* claim(Block& block, std::int64_t offset, std::int64_t bytes) {
     if (after != block.alive.end() && after->first < end) return nullptr;
     if (after != block.alive.begin() && std::prev(after)->second > offset) return nullptr;
     block.alive.emplace_hint(after, offset, end);
+    block.source->fill(end - offset);
     return reinterpret_cast<void*>(block.begin + static_cast<std::uintptr_t>(offset));
 }
 
@@ -181,18 +189,23 @@ void pack(std::span<Span> spans, std::int64_t room) {
 }  // namespace
 
 Arena::~Arena() {
-    const std::scoped_lock lock(registry().mutex);
-    retire(block_);
+    std::unique_lock lock(registry().mutex);
+    const Given given = retire(block_);
+    lock.unlock();
+    given.give();
 }
 
 bool Arena::reserve(std::int64_t bytes) {
-    const std::scoped_lock lock(registry().mutex);
     bytes = padded(bytes);
-    if (bytes <= 0 || (block_ != nullptr && block_->bytes() >= bytes)) return true;
-    Block* larger = new_block(bytes, counter_);
-    if (larger == nullptr) return false;
-    retire(std::exchange(block_, larger));
-    return true;
+    if (bytes <= this->bytes()) return true;
+    void* memory = source_.take(bytes);
+    if (memory == nullptr) return false;
+    std::unique_lock lock(registry().mutex);
+    Block* larger = new_block(memory, bytes, source_);
+    const Given given = larger == nullptr ? Given{&source_, memory, bytes} : retire(std::exchange(block_, larger));
+    lock.unlock();
+    given.give();
+    return larger != nullptr;
 }
 
 std::int64_t Arena::bytes() const {
@@ -312,24 +325,29 @@ void* AddressTable::take(Operator& of, std::int32_t number, std::int64_t bytes) 
     return found;
 }
 
-// Wherever there is room, for an operator of which nothing is known yet.
-void* AddressTable::take_any(std::int64_t bytes) {
+// Wherever there is room, for an operator of which nothing is known yet. What a library may keep is of no known size.
+void* AddressTable::take_any(const Operator& of, std::int64_t bytes) {
     Block* block = arena_->block_;
-    void* found = block == nullptr ? nullptr : claim_any(*block, {}, bytes);
-    if (found != nullptr) note_allocated(found, bytes);
+    const auto is_so_large = [bytes](const Place& place) { return place.bytes == bytes; };
+    const bool known = bytes <= of.places.workspace.bytes || std::ranges::any_of(of.places.tensors, is_so_large) ||
+                       std::ranges::any_of(of.places.second_copies, is_so_large);
+    if (block == nullptr || (arena_->source().libraries_keep() && !known)) return nullptr;
+    void* found = claim_any(*block, {}, bytes);
+    if (found != nullptr) note_allocated(arena_->source().allocator(), found, bytes);
     return found;
 }
 
-void* placed(std::int64_t bytes) {
-    if (now.table == nullptr || bytes <= 0) return nullptr;
+ArenaPlace placed(const void* allocator, std::int64_t bytes) {
+    if (now.table == nullptr || bytes <= 0 || !now.table->is_of(allocator)) return {};
     AddressTable& table = *now.table;
     const std::scoped_lock lock(registry().mutex);
-    if (now.learning) return table.take_any(bytes);
-    return table.take(table.operators_[static_cast<std::size_t>(now.operator_index)], now.count++, bytes);
+    auto& of = table.operators_[static_cast<std::size_t>(now.operator_index)];
+    void* block = now.learning ? table.take_any(of, bytes) : table.take(of, now.count++, bytes);
+    return {block, &table.arena_->source()};
 }
 
-void note_allocated(const void* block, std::int64_t bytes) {
-    if (!now.learning || block == nullptr) return;
+void note_allocated(const void* allocator, const void* block, std::int64_t bytes) {
+    if (!now.learning || block == nullptr || !now.table->is_of(allocator)) return;
     if (static_cast<std::size_t>(now.count) < most_allocations) {
         now.seen[static_cast<std::size_t>(now.count)] = {reinterpret_cast<std::uintptr_t>(block), bytes, -1};
     }
@@ -355,11 +373,16 @@ bool lies_in_arena(const void* block) {
 
 bool give_back(const void* block) {
     const auto address = reinterpret_cast<std::uintptr_t>(block);
-    const std::scoped_lock lock(registry().mutex);
+    std::unique_lock lock(registry().mutex);
     for (Block& each : std::span(registry().blocks).first(registry().used)) {
         if (address < each.begin || address >= each.end) continue;
-        if (each.alive.erase(static_cast<std::int64_t>(address - each.begin)) == 0) return false;
-        if (each.retired && each.alive.empty()) release_memory(each);
+        const auto found = each.alive.find(static_cast<std::int64_t>(address - each.begin));
+        if (found == each.alive.end()) return false;
+        each.source->fill(found->first - found->second);
+        each.alive.erase(found);
+        const Given given = each.retired && each.alive.empty() ? free_block(each) : Given{};
+        lock.unlock();
+        given.give();
         return true;
     }
     return false;

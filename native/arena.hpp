@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "counter.hpp"
+#include "source.hpp"
 
 namespace lowtide {
 
@@ -28,8 +28,7 @@ struct ArenaCounts {
 // One block of memory, or none yet. What it has handed out stays valid after it: the block goes with the last of that.
 class Arena {
 public:
-    // What is reserved is recorded in `counter`, which must live for ever.
-    explicit Arena(Counter& counter) : counter_(counter) {}
+    explicit Arena(Source& source) : source_(source) {}
     Arena(const Arena&) = delete;
     ~Arena();
 
@@ -37,11 +36,12 @@ public:
     bool reserve(std::int64_t bytes);
     std::int64_t bytes() const;
     ArenaCounts counts() const;
+    Source& source() const { return source_; }
 
 private:
     friend class AddressTable;
 
-    Counter& counter_;
+    Source& source_;
     Block* block_ = nullptr;
     ArenaCounts counts_;
 };
@@ -79,7 +79,8 @@ public:
     static void made(std::span<const std::uintptr_t> addresses);
 
 private:
-    friend void* placed(std::int64_t bytes);
+    friend struct ArenaPlace placed(const void* allocator, std::int64_t bytes);
+    friend void note_allocated(const void* allocator, const void* block, std::int64_t bytes);
 
     struct Expected {
         std::int64_t bytes;
@@ -96,17 +97,23 @@ private:
 
     void learn(std::int32_t operator_index);
     void* take(Operator& of, std::int32_t number, std::int64_t bytes);
-    void* take_any(std::int64_t bytes);
+    void* take_any(const Operator& of, std::int64_t bytes);
+    bool is_of(const void* allocator) const { return arena_->source().allocator() == allocator; }
 
     std::shared_ptr<Arena> arena_;
     std::vector<Operator> operators_;
     std::int64_t extent_ = 0;
 };
 
-// The place of what the running thread allocates next, null where it has none.
-void* placed(std::int64_t bytes);
+struct ArenaPlace {
+    void* block = nullptr;
+    Source* source = nullptr;
+};
+
+// The place of what the running thread allocates next from an allocator, null where it has none.
+ArenaPlace placed(const void* allocator, std::int64_t bytes);
 // The running thread has allocated or freed a block outside.
-void note_allocated(const void* block, std::int64_t bytes);
+void note_allocated(const void* allocator, const void* block, std::int64_t bytes);
 void note_freed(const void* block);
 // Whether a block lies in an arena, as of a block that is alive.
 bool lies_in_arena(const void* block);

@@ -13,6 +13,7 @@
 #include "arena.hpp"
 #include "audit.hpp"
 #include "chain.hpp"
+#include "device_allocator.hpp"
 #include "dual.hpp"
 #include "early.hpp"
 #include "fit.hpp"
@@ -266,9 +267,18 @@ std::vector<Place> places_of(const std::vector<Pair>& pairs) {
 }
 
 void bind_arena(nb::module_& module) {
+    nb::class_<DeviceMemory>(module, "DeviceMemory")
+        .def_prop_ro("reserved_bytes", &DeviceMemory::reserved)
+        .def_prop_ro("used_bytes", &DeviceMemory::used);
+    module.def("new_device_memory", [] { return new DeviceMemory(); }, nb::rv_policy::reference);
+    module.def("install_device_allocator", [](std::uintptr_t allocator, std::uintptr_t storage, std::uintptr_t data, Number granularity) {
+        install_device_allocator(at_address<void*>(allocator), at_address<void*>(storage), at_address<void*>(data), granularity);
+    });
+    module.def("uninstall_device_allocator", &uninstall_device_allocator);
     nb::class_<Arena>(module, "Arena")
-        .def("__init__", [](Arena* self, Counter& counter) { new (self) Arena(counter); }, nb::keep_alive<1, 2>())
-        .def("reserve", &Arena::reserve)
+        .def("__init__", [](Arena* self) { new (self) Arena(host_memory()); })
+        .def("__init__", [](Arena* self, DeviceMemory& memory) { new (self) Arena(memory); })
+        .def("reserve", [](Arena& self, Number bytes) { return unlocked([&] { return self.reserve(bytes); }); })
         .def_prop_ro("reserved_bytes", &Arena::bytes)
         .def_prop_ro("counts", [](const Arena& self) {
             const ArenaCounts counts = self.counts();
@@ -282,7 +292,7 @@ void bind_arena(nb::module_& module) {
             }
             new (self) AddressTable(std::move(arena), std::move(places));
         })
-        .def("reserve", &AddressTable::reserve)
+        .def("reserve", [](AddressTable& self) { return unlocked([&] { return self.reserve(); }); })
         .def("begin", &AddressTable::begin)
         .def_static("end", &AddressTable::end)
         .def_static("is_learning", &AddressTable::is_learning)

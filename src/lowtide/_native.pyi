@@ -192,11 +192,28 @@ class AllocationCounter:
 def install_counter(functions: tuple[int, int], storage: int, data: int) -> AllocationCounter: ...
 def uninstall_counter(functions: tuple[int, int]) -> None: ...
 
+class DeviceMemory:
+    """Of one accelerator, for arenas: what they take up of it, and what lies in them."""
+
+    @property
+    def reserved_bytes(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+
+def new_device_memory() -> DeviceMemory:
+    """Of the device that is the current one whenever an arena reserves a block of it."""
+
+def install_device_allocator(allocator: int, storage: int, data: int, granularity: int) -> None:
+    """From now on planned allocations of a ``c10::Allocator`` go to their places. Raises ``RuntimeError`` where its class has
+    another layout than expected, as ``storage``, the ``StorageImpl`` of a tensor whose bytes are at ``data``, shows."""
+
+def uninstall_device_allocator() -> None: ...
+
 class Arena:
     """A block of memory in which the tensors of planned steps have their places; what lies in it keeps it alive."""
 
-    def __init__(self, counter: AllocationCounter) -> None:
-        """Without memory yet. ``counter`` must be the installed one: what is reserved is recorded there."""
+    def __init__(self, memory: DeviceMemory = ...) -> None:
+        """Without memory yet. Of the host's, by default, of which the installed counter knows; raises where there is none."""
 
     def reserve(self, nbytes: int) -> bool:
         """Make the block at least so large; false where there is no memory for it."""

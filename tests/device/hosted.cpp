@@ -111,10 +111,18 @@ struct HostedAllocator final : c10::DeviceAllocator {
 HostedAllocator allocator;
 REGISTER_ALLOCATOR(kHosted, &allocator);
 
-// The CPU's allocator while an operator of the device runs: the same memory, under the CPU's name.
+// The CPU's allocator while an operator of the device runs: what the device's allocator hands out, whoever is in front of it by
+// now, under the CPU's name.
 struct InsideAllocator final : c10::Allocator {
-    c10::DataPtr allocate(size_t bytes) override { return take(bytes, index, at::kCPU); }
-    c10::DeleterFnPtr raw_deleter() const override { return &release; }
+    c10::DataPtr allocate(size_t bytes) override {
+        const auto before = std::exchange(current_index, index);
+        c10::DataPtr made = c10::GetAllocator(kHosted)->allocate(bytes);
+        current_index = before;
+        void* const data = made.get();
+        const auto deleter = made.get_deleter();
+        return {data, made.release_context(), deleter, at::kCPU};
+    }
+    c10::DeleterFnPtr raw_deleter() const override { return c10::GetAllocator(kHosted)->raw_deleter(); }
     void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
     c10::DeviceIndex index = 0;
 };
@@ -427,10 +435,10 @@ private:
         const c10::Device device(kHosted, index);
         const size_t bytes = cpu.nbytes();
         c10::DataPtr data = cpu.set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
-        if (data.get() == nullptr || data.get_deleter() == &release) {
-            void* block = data.get();
-            data.release_context();
-            return {block, block, &release, device};
+        if (data.get() == nullptr || cpu.allocator() == &inside) {
+            void* const block = data.get();
+            const auto deleter = data.get_deleter();
+            return {block, data.release_context(), deleter, device};
         }
         c10::DataPtr copy = take(bytes, index, device);
         std::memcpy(copy.get(), data.get(), bytes);

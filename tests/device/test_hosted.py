@@ -21,7 +21,7 @@ def test_on_hosted(kind: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "-m", kind]
     ran = subprocess.run(
-        [*command, "-o", "python_files=on_hosted.py", "tests/device/on_hosted.py"],
+        [*command, "-o", "python_files=*on_hosted.py", "tests/device"],
         cwd=_ROOT,
         env=environment,
         capture_output=True,

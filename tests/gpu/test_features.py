@@ -297,7 +297,15 @@ def test_a_device_with_less_than_the_budget(caplog: pytest.LogCaptureFixture) ->
     assert equal(trained(budgeted), expected)
 
 
-def test_arena_is_refused() -> None:
-    sample = case("transformer")
-    with pytest.raises(lowtide.LowtideError, match="arena"):
-        of(sample, arena=True)
+@pytest.mark.parametrize("name", OWN)
+def test_arena(name: str) -> None:
+    """What is planned lies in its block from the second step on."""
+    sample = case(name)
+    expected = trained(copy.deepcopy(sample))
+    budgeted = of(sample, arena=True)
+    assert equal(trained(budgeted), expected)
+    (arena,) = budgeted[0].forward._arenas.values()
+    (plan,) = lowtide.plans(budgeted[0])
+    placed, taken, _, unexpected = arena.counts
+    assert arena.reserved_bytes >= plan.layout.block_bytes and plan.reserved_bytes <= plan.budget_bytes
+    assert placed > 50 and taken + unexpected < placed / 10

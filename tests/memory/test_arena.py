@@ -23,7 +23,7 @@ KIB = 1024
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     assert COUNTER is not None
-    arena = Arena(COUNTER)
+    arena = Arena()
     yield arena
     AddressTable.end()
 
@@ -113,7 +113,7 @@ def test_another_allocation_than_the_expected_one_is_learned_anew(arena: Arena) 
 def test_memory_goes_with_the_last_tensor_in_it(arena: Arena) -> None:
     assert COUNTER is not None
     before = COUNTER.reserved_ahead_bytes
-    own = Arena(COUNTER)
+    own = Arena()
     assert own.reserve(64 * KIB) and COUNTER.reserved_ahead_bytes == before + 64 * KIB
     table = AddressTable(own, [([(0, KIB)], [], (0, 0))])
     _base(own, table)
@@ -211,7 +211,7 @@ _RUNS = st.lists(
 def test_nothing_is_written_over(operators: list, runs: list) -> None:  # type: ignore[type-arg]
     """Against memory of its own for each: any places, overlapping ones too, any allocations, freed in any order."""
     assert COUNTER is not None
-    arena = Arena(COUNTER)
+    arena = Arena()
     arena.reserve(8 * KIB)
     rows = [
         ([(o // 64 * 64, size) for o, size in tensors], [], (at // 64 * 64, size)) for tensors, at, size in operators

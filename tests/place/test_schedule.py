@@ -25,7 +25,7 @@ from lowtide.ir import (
     schedule_from_sequence,
     simulate,
 )
-from lowtide.place import DEVICE_ALIGNMENT, Layout, lay_out
+from lowtide.place import CPU_ALIGNMENT, Layout, lay_out
 from lowtide.solve import Problem, Status, solve
 from tests.solve.small_graphs import chain, small_graph
 from tests.support.wide import seeds
@@ -141,7 +141,7 @@ def test_alignment_follows_the_device() -> None:
     ):
         assert all(offset is not None and offset % alignment == 0 for offset in layout.offsets)
         assert layout.reserved_bytes == bare.reserved_bytes // 5 * alignment
-    assert DEVICE_ALIGNMENT == 64
+    assert CPU_ALIGNMENT == 64
 
 
 def test_within_a_capacity() -> None:

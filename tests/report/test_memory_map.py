@@ -15,7 +15,7 @@ import pytest
 from lowtide.cli.main import main
 from lowtide.errors import PlanError
 from lowtide.ir import Costs, Graph, load_instance
-from lowtide.place import DEVICE_ALIGNMENT
+from lowtide.place import ACCELERATOR_ALIGNMENT, CPU_ALIGNMENT
 from lowtide.planning import Plan, make_plan
 from lowtide.report.memory_map import Content, MemoryMap, memory_map
 from lowtide.report.profile import StepProfile, profile_of_schedule
@@ -44,7 +44,7 @@ def test_of_any_graph(seed: int) -> None:
     found, run, plan = of_plan(graph, costs)
     check_map(found, run, plan)
     lost = plan.reserved_bytes - max((each.end for each in found.rectangles), default=0)
-    assert 0 <= lost < (DEVICE_ALIGNMENT if costs.device else 1)
+    assert 0 <= lost < (ACCELERATOR_ALIGNMENT if costs.device else 1)
 
 
 def test_what_lies_outside_is_above_the_block() -> None:
@@ -72,7 +72,7 @@ def test_of_a_transformer() -> None:
     run = profile_of_schedule(graph, costs, plan.schedule)
     found = memory_map(run, plan.layout)
     check_map(found, run, plan)
-    assert max(each.end for each in found.rectangles) > found.reserved_bytes - DEVICE_ALIGNMENT
+    assert max(each.end for each in found.rectangles) > found.reserved_bytes - CPU_ALIGNMENT
     assert {each.content for each in found.rectangles} == {*Content} - {Content.FETCHED}
 
 

@@ -35,7 +35,7 @@ from lowtide.ir import (
     schedule_to_json,
     simulate,
 )
-from lowtide.place import DEVICE_ALIGNMENT, Layout, cuda_memory, lay_out, solve_placed
+from lowtide.place import ACCELERATOR_ALIGNMENT, CPU_ALIGNMENT, Layout, cuda_memory, lay_out, solve_placed
 from lowtide.planning import infeasible
 from lowtide.progress import Progress, progress_bar
 from lowtide.report.curve import lowest_schedule
@@ -64,7 +64,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_planner_options(parser)
     add("--json", action="store_true", help="print one JSON object, the schedule included")
     add("--layout", action="store_true", help="give every tensor of the schedule an address")
-    text = f"of addresses, in bytes (default: {DEVICE_ALIGNMENT}, and 1 for costs of no device)"
+    by_device = f"{CPU_ALIGNMENT} on a CPU, {ACCELERATOR_ALIGNMENT} on an accelerator, 1 for costs of no device"
+    text = f"of addresses, in bytes (default: {by_device})"
     add("--align", type=int, metavar="BYTES", help=text)
     add_second_memory_options(parser)
     add("-o", "--output", metavar="FILE", help="write the schedule (lowtide-schedule/1)")

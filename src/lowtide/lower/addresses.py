@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 from lowtide.ir import Compute, Kind
 from lowtide.memory.arena import AddressTable, Arena, Place
@@ -39,18 +42,24 @@ class Addresses:
     table: AddressTable
     computes: tuple[ComputePlaces, ...]
     block_bytes: int
+    device: torch.device
     refused: bool = False
 
     @classmethod
-    def of(cls, layout: Layout, arena: Arena) -> Addresses:
+    def of(cls, layout: Layout, arena: Arena, device: torch.device) -> Addresses:
         computes = places_of(layout)
-        return cls(AddressTable(arena, [each[:3] for each in computes]), computes, layout.block_bytes)
+        return cls(AddressTable(arena, [each[:3] for each in computes]), computes, layout.block_bytes, device)
 
     def reserve(self) -> None:
         """Before a pass: a block that is large enough. Where there is no memory for one, the log says so, once, and what does
         not lie in the arena's block lies where the allocator puts it."""
-        if not self.refused and not self.table.reserve():
-            self.refused = True
+        if self.refused:
+            return
+        with (
+            contextlib.nullcontext() if self.device.type == "cpu" else torch.accelerator.device_index(self.device.index)
+        ):
+            self.refused = not self.table.reserve()
+        if self.refused:
             _LOG.warning(
                 "a block of %d bytes (%s) cannot be reserved: what finds no place in the arena lies outside of it",
                 self.block_bytes, format_bytes(self.block_bytes),

@@ -9,11 +9,12 @@ import torch
 
 from lowtide.device import Accelerator, interface_of
 from lowtide.memory import cpu_allocator
+from lowtide.memory.device_allocator import arena_room
 
 
 class AcceleratorMeter:
     """Of the allocator of one accelerator: bytes handed out, not those reserved. The allocator's own peak falls whenever
-    something is measured; ``peak_bytes`` does not."""
+    something is measured; ``peak_bytes`` does not. Of an arena, what lies in it is in the level, and all of it in the peak."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -22,7 +23,7 @@ class AcceleratorMeter:
 
     @property
     def level_bytes(self) -> int:
-        return self.accelerator.allocated_bytes()
+        return self.accelerator.allocated_bytes() - arena_room(self.accelerator)
 
     @property
     def peak_bytes(self) -> int:

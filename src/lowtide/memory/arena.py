@@ -2,7 +2,8 @@
 
 Other allocators find a place for each tensor when they are asked for one: what they cannot use they keep or lose, and large
 blocks come from the system anew in every step. A plan knows all lifetimes before, so ``place`` finds the places once, and the
-allocator in front of c10's (``memory.cpu_allocator``) gives an allocation its place instead of asking for memory.
+allocator in front of c10's (``memory.cpu_allocator``, ``memory.device_allocator``) gives an allocation its place instead of
+asking for memory.
 
 Which allocation is which is told by the operator that runs and by its number in it: when an operator runs first, what it
 allocates lies wherever there is room in the block, and it is remembered what that was: its tensors, its second copies of
@@ -11,7 +12,8 @@ a gradient that somebody keeps, a second forward pass), goes to the ordinary all
 inside where it takes more before its results are there than beside them, as convolutions of oneDNN do backward. Nothing
 depends on a tensor's leaving in time: the memory goes with the last tensor that lies in it.
 
-On CUDA there is none yet: an allocator there must know streams, and this one does not.
+On an accelerator libraries allocate workspaces inside an operator that they keep for ever; in the block these would lie in the
+way of all that comes later. So an operator that runs first gets only room there for what is as large as something of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import logging
 
 import torch
 
+from lowtide.device import Accelerator, interface_of
 from lowtide.errors import PlanError
 from lowtide.memory import cpu_allocator
+from lowtide.memory.device_allocator import device_memory
 from lowtide.native import core
 
 _LOG = logging.getLogger(__name__)
@@ -32,15 +36,18 @@ Place = tuple[int, int]  # offset and bytes
 
 
 def new_arena(device: torch.device) -> Arena | None:
-    """An empty arena on ``device``; ``None`` where this build of PyTorch allows none, which is said in the log. Raises
-    ``PlanError`` for another device than the CPU."""
-    if device.type != "cpu":
-        raise PlanError(f"arena=True works on the CPU so far, not on {device.type}; leave it out.")
-    counter = cpu_allocator.install()
-    if counter is None:
+    """An empty arena on the CPU or an accelerator; ``None`` where this build of PyTorch allows none, which the log says. Raises
+    ``PlanError`` for a device without an allocator of its own."""
+    if device.type == "cpu":
+        if cpu_allocator.install() is not None:
+            return Arena()
         _LOG.warning("arena=True has no effect: there is no allocator to be put in front of PyTorch's on this build")
         return None
-    return Arena(counter)
+    accelerator = interface_of(device)
+    if not isinstance(accelerator, Accelerator):
+        raise PlanError(f"arena=True needs an allocator, and PyTorch has none of {device.type} here; leave it out.")
+    memory = device_memory(accelerator)
+    return None if memory is None else Arena(memory)
 
 
 def made(*tensors: torch.Tensor | None) -> None:

@@ -7,10 +7,11 @@ from lowtide.place.checker import fault
 from lowtide.place.cuda import CudaMemory, cuda_memory, smallest_device, train
 from lowtide.place.files import read_buffers, write_buffers
 from lowtide.place.placement import MOST_VISITS, Placement, place
-from lowtide.place.schedule import DEVICE_ALIGNMENT, Layout, lay_out
+from lowtide.place.schedule import ACCELERATOR_ALIGNMENT, CPU_ALIGNMENT, Layout, lay_out
 
 __all__ = [
-    "DEVICE_ALIGNMENT",
+    "ACCELERATOR_ALIGNMENT",
+    "CPU_ALIGNMENT",
     "MOST_VISITS",
     "Buffers",
     "CachingAllocator",

@@ -18,8 +18,10 @@ from lowtide.place.buffers import Buffers
 from lowtide.place.placement import Placement, place
 from lowtide.units import format_bytes
 
-DEVICE_ALIGNMENT = 64
+CPU_ALIGNMENT = 64
 """Bytes. PyTorch's CPU allocator aligns to that many, and kernels may choose their way by it, so results stay the same."""
+ACCELERATOR_ALIGNMENT = 256
+"""The same of accelerators: libraries of CUDA's ask for no more, and sizes are multiples of it there anyway."""
 Offsets = int | None | list[int]
 
 
@@ -73,10 +75,10 @@ def lay_out(
     seed: int = 0,
 ) -> Layout:
     """Offsets for a valid schedule, as low as ``place`` finds them, or within ``capacity`` bytes, what has no place included:
-    where that is not found, ``placement`` says so and all offsets are ``None``. ``alignment``: ``DEVICE_ALIGNMENT`` by default,
-    and 1 where the costs are of no device, whose sizes may be in any unit. ``apart``: storages that get no place."""
+    where that is not found, ``placement`` says so and all offsets are ``None``. ``alignment``: the device's by default, and 1
+    where the costs are of no device, whose sizes may be in any unit. ``apart``: storages that get no place."""
     if alignment is None:
-        alignment = DEVICE_ALIGNMENT if costs.device else 1
+        alignment = _alignment_of(costs.device)
     allocations = simulate(graph, costs, schedule).allocations
     buffers, members = buffers_of(schedule, allocations, alignment, apart)
     without = (each for each, member in zip(allocations, members, strict=True) if member is None)
@@ -85,6 +87,13 @@ def lay_out(
     there = found.status.solved
     offsets = tuple(int(found.offsets[member]) if there and member is not None else None for member in members)
     return Layout(schedule, allocations, offsets, found.reserved_bytes + outside, found)
+
+
+def _alignment_of(device: str) -> int:
+    """By the name of a device in costs."""
+    if not device:
+        return 1
+    return CPU_ALIGNMENT if "cpu" in device.split() else ACCELERATOR_ALIGNMENT
 
 
 def buffers_of(

@@ -19,9 +19,9 @@ _LOG = logging.getLogger(__name__)
 def lowered(program: Program, plan: Plan, arena: Arena | None) -> Lowered:
     """``program`` by the schedule of ``plan``, in ``arena``, if there is one. Where the addresses do not fit the budget it
     runs without, which the log says."""
-    memory, beside = plan.costs.second_memory, plan.costs.collectives_beside
+    memory, beside, device = plan.costs.second_memory, plan.costs.collectives_beside, program_device(program)
     if plan.schedule.moves and memory is not None:
-        opened = functools.partial(open_memory, memory.name, program_device(program))
+        opened = functools.partial(open_memory, memory.name, device)
         return lower(program, plan.schedule, room=room_for(plan.schedule, plan.costs, opened), beside=beside)
     if arena is None:
         return lower(program, plan.schedule, beside=beside)
@@ -32,4 +32,4 @@ def lowered(program: Program, plan: Plan, arena: Arena | None) -> Lowered:
             layout.reserved_bytes, format_bytes(layout.reserved_bytes), plan.budget_bytes,
         )  # fmt: skip
         return lower(program, plan.schedule, beside=beside)
-    return lower(program, plan.schedule, Addresses.of(layout, arena), beside=beside)
+    return lower(program, plan.schedule, Addresses.of(layout, arena, device), beside=beside)
