@@ -544,14 +544,51 @@ class _OnFrozenTrunk(nn.Module):
 
 
 def test_what_runs_without_gradients_counts() -> None:
+    """Where it may not run under ``lowtide.online``, which an arena is not for, and where it may."""
     torch.manual_seed(0)
     plain, x = _OnFrozenTrunk(), _inputs()
     peak = lowtide.measure(lambda: plain(x).backward()).peak_bytes
-    model = lowtide.rematerialize(copy.deepcopy(plain), (x,), budget=peak // 2)
-    with pytest.raises(lowtide.InfeasibleBudgetError, match=r"code between them") as caught:
-        for _ in range(3):
-            model(x).backward()
-    assert caught.value.minimum_bytes == pytest.approx(peak, rel=0.02)
+    for arena, error in ((True, lowtide.InfeasibleBudgetError), (False, lowtide.OnlineBudgetError)):
+        model = lowtide.rematerialize(copy.deepcopy(plain), (x,), budget=peak // 2, arena=arena)
+        with pytest.raises(error, match=r"code between them" if arena else "relu.default needs") as caught:
+            for _ in range(3):
+                model(x).backward()
+        found = caught.value
+        least = found.minimum_bytes if isinstance(found, lowtide.InfeasibleBudgetError) else found.needed_bytes
+        assert least == pytest.approx(peak, rel=0.02)
+
+
+class _Subset(nn.Module):
+    """Blocks over as many rows as are drawn: parts of which each keeps its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_FeedForward() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[: int(torch.randint(len(x) // 2, len(x), (1,)))]
+        for block in self.blocks:
+            x = block(x) + torch.sin(x) * torch.cos(x)
+        return x.square().mean()
+
+
+def test_parts_that_do_not_fit_give_way_to_the_online_mode(caplog: pytest.LogCaptureFixture) -> None:
+    """Equal to the bit, and within the budget from then on."""
+    torch.manual_seed(0)
+    plain, x = _Subset(), torch.randn(1024, WIDTH)
+    model, peaks = copy.deepcopy(plain), []
+    budget = lowtide.measure(lambda: plain(x).backward()).peak_bytes // 5
+    plain.zero_grad()
+    lowtide.rematerialize(model, budget=budget)
+    for seed in range(5):
+        for one in (plain, model):
+            torch.manual_seed(seed)
+            one.zero_grad()
+            peaks.append(lowtide.measure(lambda one=one: one(x).backward()).peak_bytes)
+        assert _same(plain, model)
+    assert "its parts do not fit: the 8 parts of the step need" in caplog.text
+    assert model.forward.is_online and not lowtide.plans(model)
+    assert max(peaks[3::2]) <= budget < min(peaks[2::2])
 
 
 def test_errors_and_copies_leave_the_model_as_it_was() -> None:

@@ -403,7 +403,7 @@ def test_a_percentage_when_the_last_part_has_become_none() -> None:
 def test_what_a_hook_takes_apart_does_not_become_whole_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a whole it can no longer be captured: where its parts do not fit, that is said at once."""
+    """As a whole it can no longer be captured: where its parts do not fit, it runs under ``lowtide.online``."""
     without_clock(monkeypatch)
 
     def block() -> nn.Module:
@@ -413,9 +413,9 @@ def test_what_a_hook_takes_apart_does_not_become_whole_again(
     lowtide.rematerialize(model, (x,), budget="16%", planner="greedy")
     model(x).sum().backward()
     model[1].register_forward_hook(lambda module, args, result: kept.__setitem__("last", result))
-    with pytest.raises(lowtide.InfeasibleBudgetError, match="parts of the step need"):
-        for _ in range(4):
-            model(x).sum().backward()
+    for _ in range(4):
+        model(x).sum().backward()
+    assert "parts of the step need" in caplog.text and model.forward.is_online
     assert "keeps tensors outside of the model" in caplog.text
     assert "is captured in every call" not in caplog.text
 

@@ -157,8 +157,8 @@ class Rematerialized(Planned):
         except Exception as error:
             if isinstance(error, InfeasibleBudgetError):
                 error.midway = began
-                if not began and self._was_whole:
-                    self._go_whole(f"its parts do not fit: {error}", args, kwargs)
+                if not began and (self._was_whole or self._may_be_online((args, kwargs))):
+                    self._go_whole(f"its parts do not fit: {error}", args, kwargs, within=error.budget_bytes)
                     return self.call(*args, **kwargs)
             if not self._runs_in_parts:  # the call itself is wrong: that is no reason to run others in parts
                 self.parts = None
@@ -262,14 +262,19 @@ class Rematerialized(Planned):
         decided = self._stays_whole or self._root is not None or self.optimizer is not None
         return not decided and self._instead.is_possible(arguments)
 
-    def _go_whole(self, why: str, *arguments: Any) -> None:
+    def _go_whole(self, why: str, *arguments: Any, within: int = 0) -> None:
         """Its parts do not meet the budget, or it has none: under ``lowtide.online`` it does, and captured in every call."""
-        online = self._may_be_online(arguments)
+        online, may_exceed = (
+            self._may_be_online(arguments),
+            self._was_whole or not within,
+        )  # it would have run by a plan
+        budget_bytes = self._instead.budget_bytes or within
+        device = self._instead.device if self.parts is None else self.parts.device
         self.parts, self._runs_in_parts, self._was_whole, self._stays_whole = None, False, False, True
         self._apart.clear()
         if online:
             self.improving.stop()
-            self._go_online(why, self._instead.budget_bytes, self._instead.device, may_exceed=True)
+            self._go_online(why, budget_bytes, device, may_exceed=may_exceed)
         else:
             _LOG.warning("%s is captured in every call, as %s", type(self.model).__name__, why)
 
