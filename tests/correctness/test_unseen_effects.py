@@ -233,6 +233,23 @@ def test_refused(make: Callable[[], nn.Module], sample: Callable[[], tuple[Any, 
         assert torch.isfinite(_loss(model(*sample())))
 
 
+def test_parameters_get_their_shapes_in_the_first_call() -> None:
+    """Which runs without a plan, where no sample was given, and draws as in eager; the next one is planned."""
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), _Lazy())
+        if planned:
+            lowtide.rematerialize(model, budget="100%", planner="greedy")
+        losses = []
+        for _ in range(3):
+            losses.append(model(_rows()))
+            losses[-1].backward()
+        found.append([*losses, *(p.grad for p in model.parameters()), torch.get_rng_state()])
+        assert not planned or len(lowtide.plans(model)) == 1
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_tensors_of_others_stay_as_they_were() -> None:
     before = _MEAN.clone()
     with pytest.raises(lowtide.CaptureError, match=r"test_unseen_effects\.py"):

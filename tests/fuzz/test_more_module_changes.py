@@ -45,6 +45,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
         lambda: type("Described", (Computes,), {"twice": Doubled()})(lambda s, y, x: y * s.twice),
         lambda m: setattr(m, "number", 2.0),
     ),
+    "another class of the model, of the same forward": (
+        lambda: type("Numbered", (Computes,), {"number": 1.0})(lambda s, y, x: y * s.number),
+        lambda m: setattr(m, "__class__", type("Other", (type(m),), {"number": 2.0})),
+    ),
 }
 
 

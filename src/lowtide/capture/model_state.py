@@ -21,6 +21,10 @@ _REGISTRIES = tuple(map(operator.attrgetter, ("_parameters", "_buffers", "_modul
 _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
 
 
+class NoShapeError(CaptureError):
+    """A parameter has none before the model's first call (``nn.LazyLinear``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """A model's parameters and buffers, each once: ``names[i]`` lists every place where ``registered[i]`` is. ``tensors`` are
@@ -45,7 +49,7 @@ def model_state(model: nn.Module) -> State:
             if tensor is None:
                 continue
             if is_lazy(tensor):
-                raise CaptureError(
+                raise NoShapeError(
                     f"parameter {prefix + name!r} has no shape yet: call the model once with a sample before it is "
                     "rematerialized."
                 )

@@ -91,8 +91,9 @@ class Rematerialized(Planned):
     def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
         self._instead.watch(inputs, len(state.tensors))
         watched = self._root is None and self.optimizer is None
-        if watched and self.differentiated.may_be(inputs, sys._getframe(1)):
-            return self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
+        kind = self.differentiated.kind_of(inputs, sys._getframe(1)) if watched else None
+        if kind is not None:
+            return self.differentiated.run(kind, self.original_forward, sample.args, sample.kwargs)
         self._split_waiting()
         try:
             return super()._run(sample, inputs, state, tree)

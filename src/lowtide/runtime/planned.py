@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import Known
-from lowtide.capture.model_state import State
+from lowtide.capture.model_state import NoShapeError, State
 from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.trace.classes import TRACED
@@ -114,7 +114,10 @@ class Planned(Programs):
                     type(model).__name__,
                 )
             return self._run_as_it_is(args, kwargs)
-        inputs, state, tree = self._flat(args, kwargs)
+        try:
+            inputs, state, tree = self._flat(args, kwargs)
+        except NoShapeError:  # which this call gives them
+            return self._run_as_it_is(args, kwargs)
         as_part = any(isinstance(tensor, TRACED) for tensor in inputs)  # of a larger model that is captured
         if as_part or not any(tensor.requires_grad for tensor in inputs):
             return self._run_as_it_is(args, kwargs)

@@ -35,22 +35,24 @@ class DifferentiatedAgain:
         self._kinds: dict[Any, bool] = {}
         self._run = set[Any]()  # kinds of calls
 
-    def may_be(
+    def kind_of(
         self, inputs: Sequence[torch.Tensor], caller: types.FrameType | None, within: types.CodeType | None = None
-    ) -> bool:
-        """Whether a call on these flat inputs, which the code in ``caller`` makes, is one of them, or may be. Of who calls
-        ``within`` nothing is asked."""
+    ) -> Any:
+        """The kind of a call on these flat inputs, which the code in ``caller`` makes, where it is one of them, or may be; else
+        ``None``. Of who calls ``within`` nothing is asked."""
         if self._watches is None:
             self._watches = is_named(caller, within)
-        return self._watches and self._kinds.get(_kind(inputs), True)
+        if not self._watches:
+            return None
+        kind = (*((tensor.requires_grad, tensor.is_leaf) for tensor in inputs), *_places(caller, within))
+        return kind if self._kinds.get(kind, True) else None
 
-    def is_new(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a call on these flat inputs is the first one of its kind that runs like this."""
-        return _kind(inputs) not in self._run
+    def is_new(self, kind: Any) -> bool:
+        """Whether no call of the kind has run like this."""
+        return kind not in self._run
 
-    def run(self, forward: Callable[..., Any], inputs: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """``forward(*args, **kwargs)``; listens to the backward passes through what it returns."""
-        kind = _kind(inputs)  # as they are before the call
+    def run(self, kind: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``forward(*args, **kwargs)``, of this kind; listens to the backward passes through what it returns."""
         self._run.add(kind)
         heard = functools.partial(self._heard, kind)
         result = forward(*args, **kwargs)
@@ -73,21 +75,28 @@ class DifferentiatedAgain:
             )  # fmt: skip
 
 
-def _kind(inputs: Sequence[torch.Tensor]) -> tuple[tuple[bool, bool], ...]:
-    return tuple((tensor.requires_grad, tensor.is_leaf) for tensor in inputs)
-
-
-def is_named(frame: types.FrameType | None, within: types.CodeType | None = None) -> bool:
+def is_named(caller: types.FrameType | None, within: types.CodeType | None = None) -> bool:
     """Whether code on the stack from here on, or code in the modules that it belongs to, says ``create_graph``."""
     modules: dict[int, dict[str, Any]] = {}
-    while frame is not None and frame.f_code is not within:
-        root = str(frame.f_globals.get("__name__")).partition(".")[0]
+    for frame, root in _stack(caller, within):
         if root != "lowtide" and _says(frame.f_code):
             return True
         if root not in ("torch", "lowtide"):
             modules[id(frame.f_globals)] = frame.f_globals
-        frame = frame.f_back
     return any(_says(function.__code__) for module in modules.values() for function in _functions(module))
+
+
+def _places(caller: types.FrameType | None, within: types.CodeType | None) -> list[tuple[types.CodeType, int]]:
+    """Where on the stack from here on the user's code is: losses and penalties call a model in the same way."""
+    own = (frame for frame, root in _stack(caller, within) if root not in ("torch", "lowtide"))
+    return [(frame.f_code, frame.f_lasti) for frame in own]
+
+
+def _stack(frame: types.FrameType | None, within: types.CodeType | None) -> Iterator[tuple[types.FrameType, str]]:
+    """From here on, each frame and the package that its code is in."""
+    while frame is not None and frame.f_code is not within:
+        yield frame, str(frame.f_globals.get("__name__")).partition(".")[0]
+        frame = frame.f_back
 
 
 def _says(code: types.CodeType) -> bool:

@@ -106,10 +106,11 @@ class Part(SharingForward):
         raise error if always else UnusualCallError(str(error))
 
     def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
-        if not self.differentiated.may_be(inputs, sys._getframe(1), Parts.call.__code__):
+        kind = self.differentiated.kind_of(inputs, sys._getframe(1), Parts.call.__code__)
+        if kind is None:
             return super()._run(sample, inputs, state, tree)
-        self.shared.unlike = self.shared.unlike or self.differentiated.is_new(inputs)
-        result = self.differentiated.run(self.original_forward, inputs, sample.args, sample.kwargs)
+        self.shared.unlike = self.shared.unlike or self.differentiated.is_new(kind)
+        result = self.differentiated.run(kind, self.original_forward, sample.args, sample.kwargs)
         self.shared.go_on()
         return result
 

@@ -154,11 +154,11 @@ def _same(contents: Contents, kept: Any, value: Any, met: Met) -> bool:
 
 
 def _wiring(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
-    """Of each module what ``_REWIRED`` names. Class and hooks of the model itself are around its planned forward."""
+    """Of each module what ``_REWIRED`` names. Hooks of the model itself are around its planned forward."""
     root = modules[0]
     return [
         (
-            None if module is root else type(module),
+            type(module),
             (module,),  # in which the same is equal, however modules compare
             () if module is root else hooks_of(module),
             [*module._modules.items()],

@@ -99,9 +99,8 @@ class Unchanged:
         filled: list[Any] = [registry for registry in registries if registry]
         self._empty: list[Any] = [registry for registry in registries if not registry]
         self._items.append((_values, tuple(filled), _values(*filled)))
-        for module in inner:
-            self._expect(type(module), type, module)
         for module in modules:
+            self._expect(type(module), type, module)
             if module._modules:  # which a list of modules makes anew where one is taken out
                 self._expect(module._modules, operator.getitem, vars(module), "_modules")
 
