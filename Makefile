@@ -27,6 +27,10 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export MPLBACKEND := Agg
 
+# Where Python is told not to write down what it compiled, every process that tests start compiles all sources, and pytest
+# rewrites the assertions of all files in every worker.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all sanitize mutation lint docs bench gpu clean
 
 $(STAMP): pyproject.toml constraints.txt src/lowtide/version.py $(wildcard native/*)

@@ -18,6 +18,7 @@ from torch import nn
 import lowtide
 from lowtide.backend import backend
 from lowtide.backend.compile import _BUDGETS, SharingGraph, shared_budget
+from lowtide.fusion import Kernel
 from tests.support.training import QUICK
 
 # Dynamo looks at .grad of what one graph hands to the next.
@@ -429,12 +430,16 @@ def test_without_gradients() -> None:
 
 
 def test_inductor_is_the_default_compiler() -> None:
-    _, model, x = _pair()
-    compiled = torch.compile(model, backend=backend, options={"budget": "100%", "planner": "keep-all"})
-    _step(compiled, x)
-    expected = copy.deepcopy(model)
-    _step(expected, x)
-    for one, other in zip(expected.parameters(), model.parameters(), strict=True):
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Tanh(), nn.Linear(8, 1)), torch.randn(ROWS, WIDTH)
+    model = copy.deepcopy(plain)
+    options = {"budget": "100%", "planner": "keep-all"}
+    compiled = torch.compile(model, backend=backend, options=options)
+    for each in (plain, compiled):
+        each(x).square().mean().backward()
+    (graph,) = shared_budget(options).ran
+    assert any(isinstance(call.target, Kernel) for call in graph.entry.program.calls)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-7)
 
 

@@ -113,6 +113,21 @@ class _Many(nn.Module):
         return h.max(0).values + h[places.flatten()[:1] * 0].sum() * torch.tensor([1.0, 2.0])[1]
 
 
+def test_methods_of_modules_are_replaced_only_where_the_function_traces_one() -> None:
+    methods, graphs = [], []
+    layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    def tracing(x: torch.Tensor) -> Sequence[torch.Tensor]:
+        methods.append((nn.Module.__call__, nn.Module.__getattr__))
+        graphs.append(torch.fx.symbolic_trace(layers).graph)
+        return (x.sin(),)
+
+    mode = AnsweringFakeMode()
+    export_joint(tracing, fakes_of(mode, (), [torch.randn(2, requires_grad=True)]), mode)
+    assert methods == [(nn.Module.__call__, nn.Module.__getattr__)]
+    assert [node.op for node in graphs[0].nodes] == ["placeholder", "call_module", "call_module", "output"]
+
+
 def test_what_is_noted_in_short_is_what_the_tracer_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     def program() -> Any:
         torch.manual_seed(0)

@@ -18,7 +18,7 @@ from torch._functorch import config as functorch_config
 from torch._higher_order_ops import effects
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, disable_functional_mode
-from torch.fx import _lazy_graph_module
+from torch.fx import _lazy_graph_module, _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace import collectives
@@ -109,6 +109,17 @@ def _unused_left_out() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _modules_left_alone() -> Iterator[contextlib.ExitStack]:
+    """Inside, until what it gives is closed, tracers of torch.fx do not replace methods of modules. A tracer of operators makes
+    nothing of these, but every time one of ``nn.Module`` is set or put back, Python goes through all classes of modules there
+    are, thousands where libraries of models are imported."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(_symbolic_trace._Patcher, "patch_method"):
+            stack.enter_context(wrapped(_symbolic_trace._Patcher, "patch_method", lambda _: lambda *_, **__: None))
+        yield stack
+
+
 def export_joint(function: Function, fakes: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """The joint graph of ``function`` of fake tensors of a ``mode``. ``meta["role"]`` says what each placeholder is, and what
     the output node returns: what was written into inputs, the outputs, and a gradient (or ``None``) per input."""
@@ -121,8 +132,13 @@ def export_joint(function: Function, fakes: Sequence[torch.Tensor], mode: FakeTe
             stack.enter_context(written_out())
         stack.enter_context(mode)
         stack.enter_context(FunctionalTensorMode())
-        joint = _Joint(function, fakes)
-        module = proxy_tensor.make_fx(lambda primals: joint.run(primals), {})(list(fakes))
+        joint, alone = _Joint(function, fakes), stack.enter_context(_modules_left_alone())
+
+        def run(primals: list[torch.Tensor]) -> list[Any]:
+            alone.close()  # the function's own code may trace modules
+            return joint.run(primals)
+
+        module = proxy_tensor.make_fx(run, {})(list(fakes))
         joint.describe(module.graph)
         module.graph.eliminate_dead_code()
         refuse_unregistered(module)
