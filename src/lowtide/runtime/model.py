@@ -38,7 +38,6 @@ from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.programs.recaptures import ManyProgramsError
 from lowtide.runtime.sharded_root import ShardedRoot
 from lowtide.settings import Settings
-from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
 _MOST_WITHOUT_GRADIENT = 3  # captures of calls of the same shapes whose results have none
@@ -289,13 +288,8 @@ class Rematerialized(Planned):
     def _go_online(self, why: str, budget_bytes: int, device: torch.device, *, may_exceed: bool = False) -> None:
         """Run eagerly inside the budget from now on, forward and backward passes. ``may_exceed``: what does not fit goes on
         above it, as it did before."""
-        what = "would be captured in most calls" if self._instead.budget_bytes else "cannot be captured"
         self._keep_gradients("the model runs under lowtide.online")
-        _LOG.warning(
-            "%s %s, so it runs under lowtide.online within %s: %s",
-            type(self.model).__name__, what, format_bytes(budget_bytes), why,
-        )  # fmt: skip
-        self._online = OnlineCalls(budget_bytes, device, may_exceed=may_exceed)
+        self._online = self._instead.begun(type(self.model).__name__, why, budget_bytes, device, may_exceed)
 
     def _run_online(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._online is not None and self._is_trained() and torch.is_grad_enabled():

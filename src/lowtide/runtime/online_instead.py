@@ -6,6 +6,7 @@ the quicker way to hold a budget. Where it is not, which its first steps tell, t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,9 @@ from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.online_calls import OnlineCalls
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
+from lowtide.units import format_bytes
 
+_LOG = logging.getLogger(__name__)
 _TRIED = 4  # steps
 
 
@@ -56,6 +59,13 @@ class OnlineInstead:
         if not (self._may_be and self._are_its_own) or several_processes():
             return False
         return all(one.grad_fn is None for one in structure.flatten(arguments)[0])
+
+    def begun(self, name: str, why: str, budget_bytes: int, device: torch.device, may_exceed: bool) -> OnlineCalls:
+        """By what the calls of the model of that name run from now on, which the log says."""
+        what = "would be captured in most calls" if self.budget_bytes else "cannot be captured"
+        within = format_bytes(budget_bytes)
+        _LOG.warning("%s %s, so it runs under lowtide.online within %s: %s", name, what, within, why)
+        return OnlineCalls(budget_bytes, device, may_exceed)
 
     def calls(self, online: OnlineCalls, budget_bytes: int) -> OnlineCalls | None:
         """By what later calls run, where the latest ran ``online`` and one by a plan was given so many bytes since; ``None``
