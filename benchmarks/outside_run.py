@@ -160,8 +160,10 @@ def _wait(model: nn.Module) -> None:
 
 
 def _plans(model: nn.Module, plain_seconds: float) -> tuple[int, float]:
-    """How many parts run by plans, and the step's time as a share of the plain one's as predicted."""
+    """How many parts run by plans, and the step's time as a share of the plain one's as predicted; 0 where it runs online."""
     forward: Any = model.forward
+    if forward.is_online:
+        return 0, 0.0
     if forward.parts is None:
         return _WHOLE, 1 + forward.latest.plan.overhead
     passes = forward.parts.shared.ran

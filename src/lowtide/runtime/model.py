@@ -158,7 +158,7 @@ class Rematerialized(Planned):
             if isinstance(error, InfeasibleBudgetError):
                 error.midway = began
                 if not began and (self._was_whole or self._may_be_online((args, kwargs))):
-                    self._go_whole(f"its parts do not fit: {error}", args, kwargs, within=error.budget_bytes)
+                    self._go_whole(error, args, kwargs)
                     return self.call(*args, **kwargs)
             if not self._runs_in_parts:  # the call itself is wrong: that is no reason to run others in parts
                 self.parts = None
@@ -262,13 +262,11 @@ class Rematerialized(Planned):
         decided = self._stays_whole or self._root is not None or self.optimizer is not None
         return not decided and self._instead.is_possible(arguments)
 
-    def _go_whole(self, why: str, *arguments: Any, within: int = 0) -> None:
+    def _go_whole(self, why: str | InfeasibleBudgetError, *arguments: Any) -> None:
         """Its parts do not meet the budget, or it has none: under ``lowtide.online`` it does, and captured in every call."""
-        online, may_exceed = (
-            self._may_be_online(arguments),
-            self._was_whole or not within,
-        )  # it would have run by a plan
-        budget_bytes = self._instead.budget_bytes or within
+        budget_bytes = self._instead.budget_bytes or (0 if isinstance(why, str) else why.budget_bytes)
+        may_exceed = self._was_whole or isinstance(why, str)  # by a plan it would have run
+        online = self._may_be_online(arguments)
         device = self._instead.device if self.parts is None else self.parts.device
         self.parts, self._runs_in_parts, self._was_whole, self._stays_whole = None, False, False, True
         self._apart.clear()
@@ -276,7 +274,7 @@ class Rematerialized(Planned):
             self.improving.stop()
             self._go_online(why, budget_bytes, device, may_exceed=may_exceed)
         else:
-            _LOG.warning("%s is captured in every call, as %s", type(self.model).__name__, why)
+            _LOG.warning("%s is captured in every call: %s", type(self.model).__name__, why)
 
     def _wants_plan(self, online: OnlineCalls, arguments: Any) -> bool:
         """Whether a call of a model that runs ``online`` is captured all the same."""
@@ -285,7 +283,9 @@ class Rematerialized(Planned):
             _LOG.warning("%s is captured in every call: lowtide.online takes longer", type(self.model).__name__)
         return self._online is None or self._instead.wants_plan(arguments)
 
-    def _go_online(self, why: str, budget_bytes: int, device: torch.device, *, may_exceed: bool = False) -> None:
+    def _go_online(
+        self, why: str | InfeasibleBudgetError, budget_bytes: int, device: torch.device, *, may_exceed: bool = False
+    ) -> None:
         """Run eagerly inside the budget from now on, forward and backward passes. ``may_exceed``: what does not fit goes on
         above it, as it did before."""
         self._keep_gradients("the model runs under lowtide.online")

@@ -8,12 +8,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from lowtide.dynamic.context import leave_if_innermost, online
+from lowtide.errors import InfeasibleBudgetError, OnlineBudgetError
 from lowtide.runtime.calls.result_hooks import tell
 
 _BACKWARD = ("backward", "grad")  # of torch.autograd: what runs a backward pass
@@ -31,9 +32,17 @@ class OnlineCalls:
     The thread of a call is inside, and whoever else reads what was evicted would read nothing. So a thread other than the main
     one leaves at the end of its call, with all that is held there as it is without the context, until it was seen to run the
     backward pass of one itself. ``step_seconds``: how long the latest steps took inside. ``may_exceed``: what needs more goes
-    on above the budget, since it would run by a plan."""
+    on above the budget, since it would run by a plan. ``unmet``: why there are no plans within it, which is raised where it is
+    too small here, too."""
 
-    def __init__(self, budget_bytes: int, device: torch.device, may_exceed: bool = False) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        device: torch.device,
+        may_exceed: bool = False,
+        unmet: InfeasibleBudgetError | None = None,
+    ) -> None:
+        self.unmet = unmet
         self._context = online(budget_bytes, device=device)
         self._context.settings = dataclasses.replace(self._context.settings, may_exceed=may_exceed)
         self._entered = self._running = False
@@ -56,9 +65,10 @@ class OnlineCalls:
         self._running = True
         try:
             result = forward(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._running = False
             self.backward_ended()  # unless earlier calls wait
+            _raise_unmet([self], error)
             raise
         self._running = False
         self._calls.append(_Call(result))
@@ -139,10 +149,22 @@ def _tell() -> None:
 def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def told(*args: Any, **kwargs: Any) -> Any:
+        inside = list(_inside)
         try:
             return function(*args, **kwargs)
+        except OnlineBudgetError as error:
+            _raise_unmet(inside, error)
+            raise
         finally:  # also of one that failed, which nobody waits for
             for one in list(_inside):
                 one.backward_ended()
 
     return told
+
+
+def _raise_unmet(inside: Iterable[OnlineCalls], error: BaseException) -> None:
+    """Where the budget of those inside is too small, why they had no plans says better which one is not."""
+    unmet = next((one.unmet for one in inside if one.unmet is not None), None)
+    if unmet is not None and isinstance(error, OnlineBudgetError):
+        unmet.midway = True
+        raise unmet from error

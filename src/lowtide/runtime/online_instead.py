@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lowtide.budget import is_percentage
+from lowtide.errors import InfeasibleBudgetError
 from lowtide.objects import structure
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.online_calls import OnlineCalls
@@ -60,12 +61,21 @@ class OnlineInstead:
             return False
         return all(one.grad_fn is None for one in structure.flatten(arguments)[0])
 
-    def begun(self, name: str, why: str, budget_bytes: int, device: torch.device, may_exceed: bool) -> OnlineCalls:
-        """By what the calls of the model of that name run from now on, which the log says."""
+    def begun(
+        self,
+        name: str,
+        why: str | InfeasibleBudgetError,
+        budget_bytes: int,
+        device: torch.device,
+        may_exceed: bool,
+    ) -> OnlineCalls:
+        """By what the calls of the model of that name run from now on, which the log says. ``why``: of parts, their error."""
         what = "would be captured in most calls" if self.budget_bytes else "cannot be captured"
         within = format_bytes(budget_bytes)
-        _LOG.warning("%s %s, so it runs under lowtide.online within %s: %s", name, what, within, why)
-        return OnlineCalls(budget_bytes, device, may_exceed)
+        unmet = why if isinstance(why, InfeasibleBudgetError) else None
+        reason = why if unmet is None else f"its parts do not fit: {unmet}"
+        _LOG.warning("%s %s, so it runs under lowtide.online within %s: %s", name, what, within, reason)
+        return OnlineCalls(budget_bytes, device, may_exceed, None if may_exceed else unmet)
 
     def calls(self, online: OnlineCalls, budget_bytes: int) -> OnlineCalls | None:
         """By what later calls run, where the latest ran ``online`` and one by a plan was given so many bytes since; ``None``
