@@ -39,10 +39,10 @@ def test_passes_inside_of_a_pass() -> None:
     model = copy.deepcopy(plain)
     peak = lowtide.measure(lambda: plain(inputs).backward()).peak_bytes
     lowtide.rematerialize(model, budget=7 * peak // 10)
-    model(inputs).backward()
-    for _ in range(2):
+    for step in range(3):
         model.zero_grad()
-        assert lowtide.measure(lambda: model(inputs).backward()).peak_bytes <= 7 * peak // 10
+        found = lowtide.measure(lambda: model(inputs).backward()).peak_bytes
+        assert step == 0 or found <= 7 * peak // 10
         assert not is_inside()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs if theirs.grad is not None)

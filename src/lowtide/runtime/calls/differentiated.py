@@ -44,7 +44,7 @@ class DifferentiatedAgain:
             self._watches = is_named(caller, within)
         if not self._watches:
             return None
-        kind = (*((tensor.requires_grad, tensor.is_leaf) for tensor in inputs), *_places(caller, within))
+        kind = (*((tensor.requires_grad, tensor.is_leaf) for tensor in inputs), _place(caller, within))
         return kind if self._kinds.get(kind, True) else None
 
     def is_new(self, kind: Any) -> bool:
@@ -86,10 +86,10 @@ def is_named(caller: types.FrameType | None, within: types.CodeType | None = Non
     return any(_says(function.__code__) for module in modules.values() for function in _functions(module))
 
 
-def _places(caller: types.FrameType | None, within: types.CodeType | None) -> list[tuple[types.CodeType, int]]:
-    """Where on the stack from here on the user's code is: losses and penalties call a model in the same way."""
+def _place(caller: types.FrameType | None, within: types.CodeType | None) -> tuple[types.CodeType, int] | None:
+    """Where the user's code makes the call: losses and penalties call a model in the same way."""
     own = (frame for frame, root in _stack(caller, within) if root not in ("torch", "lowtide"))
-    return [(frame.f_code, frame.f_lasti) for frame in own]
+    return next(((frame.f_code, frame.f_lasti) for frame in own), None)
 
 
 def _stack(frame: types.FrameType | None, within: types.CodeType | None) -> Iterator[tuple[types.FrameType, str]]:
