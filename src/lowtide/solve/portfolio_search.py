@@ -171,8 +171,9 @@ def _anneal(
     met = _first_runs(problem, portfolio, points, part, bound_ns) if begun is None else begun
     known = survivors([*met, *quickest(points, _POINTS)], _POINTS)
     if _far(portfolio, known[0], bound_ns, _WIDE_PLAN):
-        met += tightened(portfolio, problem.budget_bytes, part)
-        known = survivors([*met, *known], _POINTS)
+        down = survivors(tightened(portfolio, problem.budget_bytes, part), _POINTS // 2)
+        known = [*down, *known][:_POINTS]  # what has just come down may be slow, and become quicker than all others
+        met += down
         pairs = itertools.product(known, _STRICT)
         runs = [AnnealRun(start, stream, heat, True) for stream, (start, heat) in enumerate(pairs, _FIRST_STRICT)]
         met += portfolio.round(runs, problem.budget_bytes, part, bound_ns)
