@@ -9,6 +9,7 @@ namespace {
 constexpr Number coins = 3;       // chances of the closure: never, half, always
 constexpr Number period = 64;     // iterations between steps of temperature and pressure
 constexpr Number draws = 1 << 30;
+constexpr double high = 8.0;      // times the first pressure: that of a sequence that is over the budget and stays there
 
 Index most_repeats(const Graph& graph, Indices codes) {
     std::vector<Index> computes(graph.nodes + 1);
@@ -42,7 +43,7 @@ public:
             if (fresh && excess_.largest == 0 && meets_target()) break;
             if (iteration % period == period - 1) cool(cooling);
             const Number coin = random_.below(coins) * 128;
-            const bool moved = moves_.next(!accepted, coin, lowering());
+            const bool moved = moves_.next(!accepted, coin, relieving());
             accepted = moved && accept();
             fresh = accepted;
         }
@@ -51,6 +52,9 @@ public:
 
 private:
     bool lowering() const { return settings_.lower > 0; }
+
+    // Whether moves are wanted that free something at the peak: where others have not brought it down for a while.
+    bool relieving() const { return lowering() || pressure_ > settings_.pressure * high; }
 
     double cost_of(Number time_ns, const Excess& excess) const {
         const double over = static_cast<double>(excess.largest) + share_ * static_cast<double>(excess.total);

@@ -101,6 +101,14 @@ Index Edits::closure_node() const {
     return chosen;
 }
 
+// How many more insertions before the step in the slot were asked for in a row.
+Index Edits::waiting_for(Index slot) const {
+    const auto other = std::find_if(asked_.rbegin(), asked_.rend(), [&](const Edit& edit) {
+        return !edit.inserts || edit.slot != slot;
+    });
+    return static_cast<Index>(other - asked_.rbegin());
+}
+
 std::optional<Edits::Edit> Edits::next_asked(Number coin) {
     while (!asked_.empty()) {
         const Edit edit = asked_.back();
@@ -111,7 +119,8 @@ std::optional<Edits::Edit> Edits::next_asked(Number coin) {
         if (free < 2) {
             ++cramped_;
         } else if (previous >= line_.first_slot(edit.node) && line_.has_room(edit.node)) {
-            front_ = coin > 0 ? edit.slot - std::max(free / 4, 1) : (previous + edit.slot) / 2;
+            const Index room = std::max(free / (waiting_for(edit.slot) + 2), 1);
+            front_ = coin > 0 ? edit.slot - std::max(free / 4, 1) : previous + room;
             back_ = front_;
             low_ = edit.node;
             return Edit{edit.node, front_, true};

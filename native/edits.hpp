@@ -54,6 +54,7 @@ private:
     std::optional<Edit> next_asked(Number coin);
     std::optional<Edit> next_useless();
     Index closure_node() const;
+    Index waiting_for(Index slot) const;
 
     Timeline& line_;
     Random& random_;

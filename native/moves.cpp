@@ -7,32 +7,38 @@ namespace {
 
 constexpr Index spread = 16;  // slots per step, about
 constexpr Index group = 64;   // repeats that a group move takes; a loop over a sequence has thousands
+constexpr Index longest_run = 16, farthest = 12;  // of runs that move: recomputes, and steps that they pass
 constexpr Index looks = 64;   // at random nodes, for those that are there at the peak
 
 }  // namespace
 
-bool Moves::next(bool rejected, Number coin, bool lowering) {
+bool Moves::next(bool rejected, Number coin, bool relieving) {
     if (rejected) {
         edits_.take_back();
     } else {
         edits_.accept();
     }
-    if (lowering && below(3) == 0) {
+    bool complete = false;  // what is asked for needs nothing else
+    if (relieving && below(3) == 0) {
         relieve_peak();
     } else {
-        propose();
+        complete = propose();
     }
-    return edits_.carry_out(coin);
+    return edits_.carry_out(complete ? 0 : coin);
 }
 
-void Moves::propose() {
+bool Moves::propose() {
     const Index draw = below(100);
+    if (81 <= draw && draw < 85) {
+        shift_run();
+        return true;
+    }
     if (draw < 58) insert_before_use();
     if (49 <= draw && draw < 71) {
         remove_one();  // from 49 to 57 together with the insertion: a swap
     } else if (71 <= draw && draw < 74) {
         remove_run();
-    } else if (74 <= draw && draw < 85) {
+    } else if (74 <= draw && draw < 81) {
         shift();
     } else if (85 <= draw && draw < 91) {
         step_down();
@@ -41,6 +47,7 @@ void Moves::propose() {
     } else if (draw >= 98) {
         remove_in_group();
     }
+    return false;
 }
 
 // A slot, -1 where nothing is recomputed; mostly the end of a run of recomputes, for which the others were made.
@@ -179,6 +186,34 @@ void Moves::shift() {
     if (goal < size && goal != slot) {
         edits_.ask_insert(node, goal);
         edits_.ask_remove(slot);
+    }
+}
+
+// Move consecutive recomputes together past a few of the steps before or after them: what they need and what they make then
+// stands beside other things, while one of them alone would only keep more.
+void Moves::shift_run() {
+    const Index last = random_recompute();
+    if (last < 0) return;
+    Index first = last;
+    Index previous = line_.step_before(first);
+    for (Index left = below(longest_run); left > 0 && previous >= 0 && line_.is_recompute(previous); --left) {
+        first = previous;
+        previous = line_.step_before(first);
+    }
+    const bool earlier = below(2) == 0;
+    Index goal = earlier ? first : line_.step_from(last + 1);
+    for (Index left = 1 + below(farthest); left > 0; --left) {
+        const Index next = earlier ? line_.step_before(goal) : goal + 1;
+        if (next < 0 || next >= line_.size()) return;
+        goal = earlier ? next : line_.step_from(next);
+    }
+    for (Index slot = last;; slot = line_.step_before(slot)) {
+        edits_.ask_remove(slot);
+        if (slot == first) break;
+    }
+    for (Index slot = last;; slot = line_.step_before(slot)) {
+        edits_.ask_insert(line_.node_at(slot), goal);
+        if (slot == first) break;
     }
 }
 

@@ -18,9 +18,9 @@ public:
     Moves(Timeline& line, const Classes& classes, Random& random)
         : line_(line), graph_(line.graph()), classes_(classes), random_(random), edits_(line, random) {}
 
-    // Takes back the last move if it was rejected, then carries out a random one; false where it came to nothing. `lowering`:
+    // Takes back the last move if it was rejected, then carries out a random one; false where it came to nothing. `relieving`:
     // every third one frees something at the peak.
-    bool next(bool rejected, Number coin, bool lowering);
+    bool next(bool rejected, Number coin, bool relieving);
 
     Edits& edits() { return edits_; }
 
@@ -30,13 +30,14 @@ private:
         Index node;     // what the step reads, that could be recomputed
     };
 
-    void propose();
+    bool propose();  // whether what is asked for needs no closure
     void insert_before_use();
     void insert_in_group();
     void remove_one();
     void remove_run();
     void remove_in_group();
     void shift();
+    void shift_run();
     void step_down();
     void relieve_peak();
     Index random_recompute();

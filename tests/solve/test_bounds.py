@@ -123,6 +123,19 @@ def test_many_cuts_see_operators_that_are_recomputed_several_times() -> None:
     assert bound.refined(3, bound.ns).ns == bound.ns  # where a schedule is known that is as quick
 
 
+@pytest.mark.parametrize("others", [(), (1, 14)])
+def test_what_is_left_beside_whole_units_is_of_no_use(others: tuple[int, ...]) -> None:
+    """Storages of four bytes, some of one: with room for five and a half of them there is room for five."""
+    graph, costs = chain(16)
+    costs.storage_bytes.flags.writeable = True
+    costs.storage_bytes[[*others]] = 1
+    model = compact(graph, costs)
+    facts = [liveness(model, budget) for budget in (5 * 4, 5 * 4 + 2)]
+    windows = all_windows([14, 17, 20, 24], model.nodes)
+    exactly, above = (on_windows(one, None, windows, 100_000_000).dual.bound for one in facts)
+    assert above > exactly - (1e-4 if not others else 1e-2)
+
+
 def test_a_split_begins_at_the_bound_before_it() -> None:
     """The multipliers of some windows prove as much for the windows that their gaps are split into."""
     graph, costs = chain(12)

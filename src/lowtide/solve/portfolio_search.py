@@ -15,7 +15,7 @@ from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.search.anneal import make_state
 from lowtide.solve.search.portfolio import AnnealRun, Portfolio
 from lowtide.solve.search.recombine import children, survivors
-from lowtide.solve.threads import in_threads
+from lowtide.solve.search.tightening import tightened
 
 EFFORTS = {0: 0.0, 1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
 _BOUND_EFFORT, _BOUND_NODES = 3, 1400  # the most for the lower bound, in its own scale; 1 above so many nodes
@@ -27,12 +27,10 @@ _STRICT = (0.3, 1.0)  # those of every third one far from the bound, which stay 
 _RUN_PART, _CHILD_PART = 8, 16  # the part of the iterations that falls to a run, and to a child's
 _FIRST_STRICT, _FIRST_CHILD = 40, 64  # streams of random numbers, other than of the first runs and of the lowest peak
 _VARIANTS = 4  # of what a search for the lowest peak meets the budget with
-_LOOSER = (1.03, 1.3)  # times the budget: plans within these are brought down to it
-_LOOSER_EFFORT, _LOOSER_STREAM, _LOOSER_HEATS = 1, 700, (0.1, 1.0, 3.0)
 _POINTS, _POPULATION = 4, 10  # starting points that take part; sequences that are recombined
 _GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # at most, and above so many nodes
 # How far from the bound, in parts of the program's time, a plan may stay before the bound and the search try more.
-_WIDE_BOUND, _WIDE_PLAN = 0.05, 0.1
+_WIDE_BOUND, _WIDE_PLAN = 0.02, 0.1
 _PATIENCE = 20  # generations without anything better
 
 
@@ -104,25 +102,11 @@ def _fitting(
         fitting = [lowest_candidate(portfolio, budget)]
         if effort and fitting[0].peak_bytes <= budget:  # what comes down in another way may be far quicker
             others = [lowest_candidate(portfolio, budget, variant) for variant in range(1, _VARIANTS)]
-            if effort > _LOOSER_EFFORT:
-                _offer_best(problem, portfolio, fitting)
-                others += _from_looser(problem, portfolio)
             fitting += [point for point in others if point.peak_bytes <= budget]
     if (effort and found) or fitting[0].peak_bytes > budget:
         return fitting
     starts = fitting if effort else quickest(fitting, 1)
     return [*fitting, *(point for start in starts for point in quicker(portfolio, start, budget))]
-
-
-def _from_looser(problem: Problem, portfolio: Portfolio) -> list[Candidate]:
-    """Quick plans within somewhat larger budgets, brought down towards this one."""
-    budget, runs = problem.budget_bytes, list[AnnealRun]()
-    for step, factor in enumerate(_LOOSER):
-        looser = dataclasses.replace(problem, budget_bytes=int(budget * factor), on_better=None)
-        start = search_candidate(looser, portfolio, _LOOSER_EFFORT)
-        first = _LOOSER_STREAM + len(_LOOSER_HEATS) * step
-        runs += [AnnealRun(start, stream, heat) for stream, heat in enumerate(_LOOSER_HEATS, first)]
-    return in_threads(lambda run: portfolio.lower(run, budget, portfolio.iterations // _RUN_PART), runs)
 
 
 def _is_hopeless(problem: Problem) -> bool:
@@ -187,6 +171,9 @@ def _anneal(
     met = _first_runs(problem, portfolio, points, part, bound_ns) if begun is None else begun
     known = survivors([*met, *quickest(points, _POINTS)], _POINTS)
     if _far(portfolio, known[0], bound_ns, _WIDE_PLAN):
+        down = survivors(tightened(portfolio, problem.budget_bytes, part), _POINTS // 2)
+        known = [*down, *known][:_POINTS]  # what has just come down may be slow, and become quicker than all others
+        met += down
         pairs = itertools.product(known, _STRICT)
         runs = [AnnealRun(start, stream, heat, True) for stream, (start, heat) in enumerate(pairs, _FIRST_STRICT)]
         met += portfolio.round(runs, problem.budget_bytes, part, bound_ns)

@@ -9,7 +9,8 @@ at, from cut a to cut e, with s a storage computed before cut a and p(s) its nod
     S[a, s] + R[a, e, p(s)] >= S[e, s]         what is live at its end was kept or recomputed
     S[a, s] + R[a, e, p(s)] >= R[a, e, j]      for every s that node j reads: recomputing needs the inputs
     sum of R[f, g, i] over its parts >= R[a, e, i]             its parts are gaps or shorter windows that cover it
-    sum of bytes(s) S[a, s] + what the node of cut a allocates and needs as workspace <= budget
+    sum of bytes(s) S[a, s] <= budget less what the node of cut a allocates, needs as workspace and has beside it for certain
+    the same with bytes and what is left rounded down to whole units of some size
 
 The cost is the time of the recomputes counted once per gap. Every schedule within the budget gives a solution that
 costs no more than it does, so the minimum, any dual solution's value too, bounds every schedule. What holds for gaps
@@ -107,7 +108,7 @@ class _Builder:
         for window in self.windows:
             self._window_rows(window)
         for cut in self.cuts:
-            self._memory_row(cut)
+            self._memory_rows(cut)
         rows, columns, values = (np.concatenate(parts) for parts in zip(*self.entries, strict=True))
         order = np.argsort(rows, kind="stable")
         start = np.zeros(self.rows + 1, np.int32)
@@ -178,13 +179,26 @@ class _Builder:
         terms = [(live[storage], 1.0), (again[self.base[storage]], 1.0), (again[node], -1.0)]
         self._add_rows(terms, 0.0, ("build", begin, last), built)
 
-    def _memory_row(self, cut: int) -> None:
-        columns = self.live[cut][self.live[cut] >= 0]
-        taken = int(self.facts.instant_bytes[cut])
-        rows = np.full(len(columns), self.rows, np.int64)
-        self.entries.append((rows, columns, -self.weights[self.cuts.index(cut)]))
-        self.rights.append(np.array([taken / max(self.facts.room_bytes, 1) - 1.0]))
-        self.row_blocks.append(IndexBlock(("memory", cut, 0), self.rows, np.zeros(1, np.int64)))
+    def _memory_rows(self, cut: int) -> None:
+        """What is live fits, in bytes and in whole units of some size."""
+        free = np.flatnonzero(self.live[cut] >= 0)
+        left = self.facts.room_bytes - int(self.facts.instant_bytes[cut])
+        room = max(self.facts.room_bytes, 1)
+        self._add_memory_row(
+            ("memory", cut, 0), self.live[cut][free], self.model.storage_bytes[free] / room, left / room
+        )
+        unit = _unit(self.model.storage_bytes[free], left)
+        if unit > 0:
+            whole, most = self.model.storage_bytes[free] // unit, left // unit
+            counted = whole > 0
+            scale = max(most, 1)
+            columns = self.live[cut][free[counted]]
+            self._add_memory_row(("units", cut, 0), columns, whole[counted] / scale, most / scale)
+
+    def _add_memory_row(self, key: Key, columns: Numbers, weights: Floats, most: float) -> None:
+        self.entries.append((np.full(len(columns), self.rows, np.int64), columns, -weights))
+        self.rights.append(np.array([-most]))
+        self.row_blocks.append(IndexBlock(key, self.rows, np.zeros(1, np.int64)))
         self.rows += 1
 
     def _add_rows(self, terms: Sequence[tuple[Numbers, float]], right: float, key: Key, members: Numbers) -> None:
@@ -197,3 +211,17 @@ class _Builder:
             self.entries.append((rows[there], columns[there], np.full(int(there.sum()), coefficient)))
         self.rights.append(np.full(count, right))
         self.rows += count
+
+
+def _unit(sizes: Numbers, room_bytes: int) -> int:
+    """The unit in which ``sizes`` and the room, all rounded down, say most about what fits. Where sizes are multiples of it,
+    what is left of the room beside whole units is of no use. 0 where bytes say more."""
+    total = int(sizes.sum())
+    if room_bytes < 0 or total <= room_bytes:
+        return 0
+    units = np.unique(sizes[sizes > 0])
+    whole = np.add.reduce(sizes[:, None] // units, axis=0)
+    # How often everything fills the room, in units and in bytes; half a unit stands for none.
+    filled = whole / np.maximum(room_bytes // units, 0.5)
+    best = int(filled.argmax())
+    return int(units[best]) if filled[best] > total / max(room_bytes, 1) else 0
