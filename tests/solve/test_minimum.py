@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lowtide.ir import simulate
-from lowtide.solve import Problem, minimum, minimum_peak, solve
+from lowtide.solve import Problem, minimum, minimum_peak, peak_lower_bound, solve, working_set_bound
 from lowtide.solve.minimum import lowest_candidate, quicker
 from lowtide.solve.search.portfolio import make_portfolio
 from tests.solve.brute_force import brute_force
@@ -67,6 +67,17 @@ def test_what_was_asked_before_is_not_searched_again(monkeypatch: pytest.MonkeyP
     for seed in range(2, 2 + minimum._KEPT):
         lowest_candidate(make_portfolio(graph, costs, seed), 0)
     assert len(minimum._answers) == minimum._KEPT
+
+
+@pytest.mark.parametrize("seed", [7, 11])
+def test_a_peak_that_nothing_goes_below_ends_the_search(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one round, also where no operator takes that much by itself."""
+    graph, costs = small_graph(seed, 12)
+    rounds, run = [], minimum.in_threads
+    monkeypatch.setattr(minimum, "in_threads", lambda *asked: rounds.append(asked) or run(*asked))
+    found = minimum._lowest(make_portfolio(graph, costs, 0), 0, 0)
+    assert found.peak_bytes == peak_lower_bound(graph, costs) > working_set_bound(graph, costs)
+    assert len(rounds) == 1
 
 
 def test_short_runs_stay_within_the_budget_and_save_time() -> None:

@@ -17,7 +17,7 @@ from lowtide.solve.threads import in_threads
 from lowtide.store.keys import content_key
 
 # The search for the lowest peak: rounds of short runs, each two lines on.
-_ROUND = 12_000  # iterations of a run, about a tenth of a second
+_ROUND = _QUICKER_ROUND = 12_000  # iterations of a run, about a tenth of a second; of one that makes a schedule quicker
 _ROUNDS, _PATIENCE = 30, 6  # at most; so many without anything lower end it
 _JOIN = 4  # every so many rounds the line that lags behind goes on from the other
 _SMALL_NODES = 200  # up to which the lines join once without anything lower
@@ -79,7 +79,7 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int, variant: int = 0) 
 def _lowest(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate:
     """The answer itself."""
     found = _lowered(portfolio, target_bytes, variant)
-    if found.peak_bytes <= target_bytes or portfolio.model.nodes > _FEW_NODES:
+    if portfolio.model.nodes > _FEW_NODES or found.peak_bytes <= max(target_bytes, _proven_bytes(portfolio)):
         return found
     even = portfolio.with_times(replace(portfolio.costs, time_ns=np.ones_like(portfolio.costs.time_ns)))
     again = _lowered(even, target_bytes, variant)
@@ -91,11 +91,11 @@ def _lowered(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate
     some rounds."""
     plain = lowest(starting_points(portfolio))
     best = lowest([plain, *portfolio.blocks(plain.peak_bytes)])
-    lines, iterations = [best, plain], _iterations(portfolio)
+    lines, iterations = [best, plain], _iterations(portfolio, _ROUND)
     patience = _PATIENCE if portfolio.model.nodes > _SMALL_NODES else _JOIN
-    last = 0  # the round in which the best was found
+    last, enough = 0, target_bytes  # the round in which the best was found; what ends it
     for number in range(1, _ROUNDS + 1):
-        if best.peak_bytes <= target_bytes or number - last > patience:
+        if best.peak_bytes <= enough or number - last > patience:
             break
         first = _FIRST_STREAM + len(lines) * (number + _ROUNDS * variant)
         runs = [AnnealRun(start, first + line, _HEATS[(line + number) % 2]) for line, start in enumerate(lines)]
@@ -105,12 +105,19 @@ def _lowered(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate
             best, last = found, number
         if number % _JOIN == 0:
             lines = [best] * len(lines)
+        if number == 1:
+            enough = max(enough, _proven_bytes(portfolio))
     return best
 
 
-def _iterations(portfolio: Portfolio) -> int:
-    """Of a short run."""
-    return min(portfolio.iterations, _ROUND + portfolio.model.nodes)
+def _proven_bytes(portfolio: Portfolio) -> int:
+    """What no schedule of a graph of few nodes goes below, where the proof takes far less time than a round of runs."""
+    return peak_bound(portfolio.floor) if portfolio.model.nodes <= _SMALL_NODES else 0
+
+
+def _iterations(portfolio: Portfolio, most: int) -> int:
+    """Of a short run, ``most`` but for what grows with the program."""
+    return min(portfolio.iterations, most + portfolio.model.nodes)
 
 
 def sequence_within(graph: Graph, costs: Costs, budget_bytes: int) -> tuple[int, tuple[int, ...]]:
@@ -141,7 +148,7 @@ def _greedy(portfolio: Portfolio, budget_bytes: int) -> Candidate | None:
 def quicker(portfolio: Portfolio, start: Candidate, budget_bytes: int) -> list[Candidate]:
     """What short runs that stay within the budget make of ``start``, which fits: mostly far quicker, far from the best."""
     runs = [AnnealRun(start, stream, heat, True) for stream, heat in enumerate(_QUICKER_HEATS, _QUICKER_STREAM)]
-    return portfolio.round(runs, budget_bytes, _iterations(portfolio), 0)
+    return portfolio.round(runs, budget_bytes, _iterations(portfolio, _QUICKER_ROUND), 0)
 
 
 def schedules_above(graph: Graph, costs: Costs, lowest_schedule: Schedule, seed: int = 0) -> list[tuple[int, Schedule]]:
