@@ -177,3 +177,18 @@ def test_devices_without_budgets(device: str, message: str) -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(lowtide.PlanError, match=message):
         lowtide.online("1GiB", **options)
+
+
+def _scripted(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        x = torch.exp(x) / (1.0 + x * x)
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+def test_torchscript_lets_no_exception_through() -> None:
+    """It raises one of its own: what is said is that the budget is too small."""
+    x = torch.rand(1 << 16, requires_grad=True)
+    with pytest.raises(lowtide.OnlineBudgetError, match="at once") as caught, lowtide.online(2 * x.nbytes):
+        torch.jit.script(_scripted)(x).sum().backward()
+    assert "TorchScript interpreter" in str(caught.value.__cause__)

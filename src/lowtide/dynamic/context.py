@@ -16,7 +16,7 @@ from lowtide.device import accelerator_in_use, find
 from lowtide.dynamic.habits import PLANNING, Habits
 from lowtide.dynamic.run import OnlineRun, Session, Settings
 from lowtide.dynamic.statistics import OnlineStatistics
-from lowtide.errors import ExecutionError, PlanError
+from lowtide.errors import ExecutionError, OnlineBudgetError, PlanError
 from lowtide.eviction import HEURISTICS
 from lowtide.solve import check_seed
 
@@ -141,6 +141,10 @@ class online:
                 if not session.run.sessions:
                     _run = None
         session.run.raise_refusal(error)
+
+    def behind(self, error: BaseException) -> OnlineBudgetError | None:
+        """That the budget is too small, where that is what an exception inside is about."""
+        return self._entered[-1].run.behind(error) if self._entered else None
 
     @property
     def statistics(self) -> OnlineStatistics:

@@ -125,6 +125,7 @@ class OnlineRun:
         self.sessions: list[Session] = []
         self.thread = _Thread()
         self.open = True
+        self._refused: OnlineBudgetError | None = None  # the latest
         self.warn_at_ns: float = _WARN_FROM_NS
         self.collector = CollectorSlowed()
         self.patches = Patches(self.materialize, self.resized, self.mode_inside, lambda: self.memory.lock)
@@ -219,7 +220,8 @@ class OnlineRun:
             raise interruption from None
         failure = error if isinstance(error, RebuildError) else refusal
         if failure is not None:
-            raise self._budget_error(failure, operator) from error
+            self._refused = self._budget_error(failure, operator)
+            raise self._refused from error
 
     def _budget_error(self, failure: Refusal | RebuildError, operator: str) -> OnlineBudgetError:
         session = min(self.sessions, key=lambda session: session.limit_bytes)
@@ -243,8 +245,17 @@ class OnlineRun:
             message, operator=operator, needed_bytes=needed, budget_bytes=budget, location=location
         )
 
+    def behind(self, error: BaseException | None) -> OnlineBudgetError | None:
+        """That a budget is too small, where that is what an exception is about: TorchScript raises one of its own."""
+        if isinstance(error, RuntimeError) and "failed in the TorchScript interpreter" in str(error):
+            return self._refused
+        return error if isinstance(error, OnlineBudgetError) else None
+
     def raise_refusal(self, error: BaseException | None) -> None:
-        """An allocation outside any operator was refused: say so in our words."""
+        """An allocation outside any operator was refused, or inside of code that lets no exception through: say so in our
+        words."""
+        if (refused := self.behind(error)) is not None and refused is not error:
+            raise refused from error
         _, refusal = self.memory.take_failure()
         if refusal is not None and isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
             raise self._budget_error(refusal, "an allocation outside any operator") from error

@@ -8,13 +8,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lowtide.dynamic.context import leave_if_innermost, online
-from lowtide.errors import InfeasibleBudgetError, OnlineBudgetError
+from lowtide.errors import InfeasibleBudgetError, LowtideError
 from lowtide.runtime.calls.result_hooks import tell
 
 _BACKWARD = ("backward", "grad")  # of torch.autograd: what runs a backward pass
@@ -67,8 +67,10 @@ class OnlineCalls:
             result = forward(*args, **kwargs)
         except BaseException as error:
             self._running = False
+            found = self.behind(error)
             self.backward_ended()  # unless earlier calls wait
-            _raise_unmet([self], error)
+            if found is not None and found is not error:
+                raise found from error
             raise
         self._running = False
         self._calls.append(_Call(result))
@@ -97,6 +99,15 @@ class OnlineCalls:
         if leave_if_innermost(self._context):
             self.step_seconds.append(time.perf_counter() - self._began)
             self._left()
+
+    def behind(self, error: BaseException) -> LowtideError | None:
+        """That the budget is too small, where that is what an exception inside is about: why there are no plans within it says
+        better which one is not."""
+        found = self._context.behind(error)
+        if found is None or self.unmet is None:
+            return found
+        self.unmet.midway = True
+        return self.unmet
 
     def leave(self) -> None:
         """What is held becomes as without the context."""
@@ -152,19 +163,13 @@ def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
         inside = list(_inside)
         try:
             return function(*args, **kwargs)
-        except OnlineBudgetError as error:
-            _raise_unmet(inside, error)
+        except BaseException as error:
+            found = next((found for one in inside if (found := one.behind(error)) is not None), None)
+            if found is not None and found is not error:
+                raise found from error
             raise
         finally:  # also of one that failed, which nobody waits for
             for one in list(_inside):
                 one.backward_ended()
 
     return told
-
-
-def _raise_unmet(inside: Iterable[OnlineCalls], error: BaseException) -> None:
-    """Where the budget of those inside is too small, why they had no plans says better which one is not."""
-    unmet = next((one.unmet for one in inside if one.unmet is not None), None)
-    if unmet is not None and isinstance(error, OnlineBudgetError):
-        unmet.midway = True
-        raise unmet from error
