@@ -30,6 +30,8 @@ from lowtide.native import core
 from lowtide.solve.bounds.liveness import Liveness
 from lowtide.solve.model.compact import Flags, Indices, Numbers
 
+_WORTH = 1.05  # times as much as bytes: below, whole units only slow the multipliers down
+
 Floats = npt.NDArray[np.float64]
 Key = tuple[str, int, int]
 Window = tuple[int, int]
@@ -224,4 +226,4 @@ def _unit(sizes: Numbers, room_bytes: int) -> int:
     # How often everything fills the room, in units and in bytes; half a unit stands for none.
     filled = whole / np.maximum(room_bytes // units, 0.5)
     best = int(filled.argmax())
-    return int(units[best]) if filled[best] > total / max(room_bytes, 1) else 0
+    return int(units[best]) if filled[best] > _WORTH * total / max(room_bytes, 1) else 0
