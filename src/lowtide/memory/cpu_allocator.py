@@ -46,8 +46,15 @@ def install() -> AllocationCounter | None:
         return None
 
 
+def c10_library() -> ctypes.CDLL:
+    """PyTorch's own, which has its allocators. Raises ``OSError`` where there is none of the known layout."""
+    if sys.platform not in _LIBRARIES:
+        raise OSError(f"allocators of PyTorch have another layout on {sys.platform}")
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARIES[sys.platform]))
+
+
 def _install() -> AllocationCounter:
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARIES[sys.platform]))
+    library = c10_library()
     functions = _address(getattr(library, _GET)), _address(getattr(library, _SET))
     tensor = torch.empty(64, dtype=torch.uint8)  # shows how its memory is described
     counter = core.install_counter(functions, tensor.untyped_storage()._cdata, tensor.data_ptr())

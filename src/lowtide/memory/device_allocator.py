@@ -20,13 +20,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import sys
-from pathlib import Path
 
 import torch
 from torch._C._autograd import DeviceType
 
 from lowtide.device import Accelerator, interface_of
+from lowtide.memory.cpu_allocator import c10_library
 from lowtide.native import core
 
 _LOG = logging.getLogger(__name__)
@@ -53,13 +52,10 @@ def arena_room(accelerator: Accelerator) -> int:
 @functools.cache
 def _install(device_type: str) -> bool:
     """Whether the allocator of the process's accelerator sends planned allocations to their places from now on."""
-    library = Path(torch.__file__).parent / "lib" / "libc10.so"
-    if sys.platform != "linux":
-        return False
     device = torch.device(device_type, 0)
     probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)  # shows how its memory is described
     try:
-        get = getattr(ctypes.CDLL(str(library)), _GET)
+        get = getattr(c10_library(), _GET)
         get.restype, get.argtypes = ctypes.c_void_p, [ctypes.POINTER(ctypes.c_int8)]
         allocator = get(ctypes.byref(ctypes.c_int8(_number(device_type))))
         if not allocator:
