@@ -127,6 +127,21 @@ def test_attributes_that_come_before_what_is_registered(what: str) -> None:
     follows(Computes(compute, prepare), lambda model: vars(model).update({name: make()}))
 
 
+INHERITED: dict[str, tuple[Callable[..., torch.Tensor], str, Any]] = {
+    "extra_repr": (lambda s, y, x: y * len(str(s.part)), "extra_repr", lambda: "of another length"),
+    "_get_name": (lambda s, y, x: y * len(repr(s.part)), "_get_name", lambda: "Another"),
+    "parameters": (lambda s, y, x: y * len([*s.part.parameters()]), "parameters", lambda: [torch.ones(1)] * 3),
+    "state_dict": (lambda s, y, x: y * len(s.part.state_dict()), "state_dict", lambda: dict.fromkeys("abc")),
+}
+
+
+@pytest.mark.parametrize("what", INHERITED)
+def test_a_submodule_gets_a_method_of_its_own_for_one_that_all_modules_have(what: str) -> None:
+    compute, name, method = INHERITED[what]
+    model = Computes(compute, having(part=lambda: nn.Linear(4, 4)))
+    follows(model, lambda model: setattr(model.part, name, method))
+
+
 class Kept:
     """Keeps what its method gave it first."""
 

@@ -3,8 +3,7 @@
 A traced forward pass runs on a copy of the model. Inside ``Observer.watching()`` every attribute that it reads is noted, of the
 copy's modules and of any object that is reached from them or from variables that its code names: classes of such objects get
 methods that note reads and writes, for the time and the thread of the trace. A holder (``objects.walk``) that is read is
-noted with all that is in it, and so on inward; there is no limit to how deep or how much. Reads are kept in terms of the
-user's own objects, not of the copies.
+noted with all that is in it, and so on inward; there is no limit to how deep or how much.
 """
 
 from __future__ import annotations
@@ -43,6 +42,8 @@ _PAST = frozenset({"__getattribute__", "getattr_static"})  # read past what a cl
 _SAVING = frozenset({"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"})  # of a module
 _ASKING = (nn.Module.__module__, "functools")  # who reads these for their own ends: to find one, to register a buffer
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
+_SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # but for what every module is asked for
+_SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # but for what every module is asked for
 _INTERNAL = OWN - _SAVING  # read in every call
 _ATOMS = frozenset((*PLAIN, StandIn))  # not what is derived from them, which may have attributes
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
@@ -292,8 +293,7 @@ class Observer:
 
     @functools.cached_property
     def _texts(self) -> dict[int, str]:
-        model, _ = self._model
-        return {id(m): name for name, m in model.named_modules() if name} | {id(model): type(model).__name__}
+        return {id(module): name or type(module).__name__ for name, module in self._model[0].named_modules()}
 
     def _note_write(self, seen: Any, name: str) -> None:
         self.written.add((id(seen), name))
@@ -317,7 +317,7 @@ class Observer:
                 self._note_whole(seen, original)
             elif self._matters(seen, original, name):
                 self._note_one(seen, original, name)
-            elif is_registered(original, name):  # what its own dictionary had would come first
+            elif name in _SHADOWED or is_registered(original, name):  # what its own dictionary had would come first
                 self.reads.note("attribute", original, name, ABSENT, f"{self._texts.get(id(original))}.{name}")
         finally:
             self._busy = False
