@@ -23,6 +23,7 @@ _JOIN = 4  # every so many rounds the line that lags behind goes on from the oth
 _SMALL_NODES = 200  # up to which the lines join once without anything lower
 _FIRST_STREAM, _HEATS = 512, (0.1, 3.0)  # first temperatures, in mean node times, which take turns
 _FEW_NODES = 64
+_NEAR = 1.1  # times the target: as far as searches with other random numbers differ
 _ABOVE = (1.0, 1.02)  # times the least budget: what is said of budgets at and just above it
 _QUICKER_STREAM, _QUICKER_HEATS = 50, (2.0, 0.3)
 _KEPT = 64  # answers, which whoever tries budgets for a program asks for again and again
@@ -74,6 +75,15 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int, variant: int = 0) 
     for older in [*_answers][:-_KEPT]:
         _answers.pop(older, None)
     return found
+
+
+def lowest_candidates(portfolio: Portfolio, target_bytes: int, most: int) -> list[Candidate]:
+    """What up to ``most`` such searches come to: one may miss what another meets, and of those that meet the target one may be
+    far quicker. Only the first where that stays far above the target, or cannot go lower."""
+    first = lowest_candidate(portfolio, target_bytes)
+    if first.peak_bytes > _NEAR * target_bytes or target_bytes < first.peak_bytes <= _proven_bytes(portfolio):
+        return [first]
+    return [first, *(lowest_candidate(portfolio, target_bytes, variant) for variant in range(1, most))]
 
 
 def _lowest(portfolio: Portfolio, target_bytes: int, variant: int) -> Candidate:
