@@ -81,6 +81,12 @@ def test_names_that_code_computes(name: str) -> None:
     follows(Reader(state, read), lambda model: _LIST.__setitem__(0, 2.0))
 
 
+def test_the_names_in_a_module() -> None:
+    model = Reader("list_", lambda s: len([name for name in dir(_MODULE) if name.startswith(s)]))
+    follows(model, lambda model: setattr(_MODULE, "list_b", _LIST))
+    del _MODULE.list_b  # type: ignore[attr-defined]
+
+
 def test_names_that_code_spells_are_read_alone() -> None:
     """What else is in the class is of no consequence."""
     model = Reader(None, lambda s: getattr(Config, "number", 1.0))

@@ -22,7 +22,7 @@ from lowtide.capture.python_state.guards.reads import Reads
 from lowtide.objects.walk import ABSENT, PLAIN, current
 
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
-_WHETHER = {"hasattr", *BY_COMPUTED_NAME}  # ask for attributes that may not be there
+_WHETHER = {"hasattr", "dir", *BY_COMPUTED_NAME}  # ask for attributes that may not be there
 
 
 class Namespaces:
