@@ -43,7 +43,7 @@ public:
             if (fresh && excess_.largest == 0 && meets_target()) break;
             if (iteration % period == period - 1) cool(cooling);
             const Number coin = random_.below(coins) * 128;
-            const bool moved = moves_.next(!accepted, coin, relieving());
+            const bool moved = moves_.next(!accepted, coin, relieving(), tight());
             accepted = moved && accept();
             fresh = accepted;
         }
@@ -55,6 +55,9 @@ private:
 
     // Whether moves are wanted that free something at the peak: where others have not brought it down for a while.
     bool relieving() const { return lowering() || pressure_ > settings_.pressure * high; }
+
+    // Whether the budget is so small that what fits is to be kept, or cannot be kept.
+    bool tight() const { return relieving() || settings_.rate == 1; }
 
     double cost_of(Number time_ns, const Excess& excess) const {
         const double over = static_cast<double>(excess.largest) + share_ * static_cast<double>(excess.total);

@@ -75,7 +75,7 @@ void bind_search(nb::module_& module) {
              nb::keep_alive<1, 3>())
         .def("load", [](Rehearsal& self, Indices codes) { self.line.load(codes); })
         .def("next_move", [](Rehearsal& self, bool rejected, Number coin, bool lowering) {
-            return self.moves.next(rejected, coin, lowering);
+            return self.moves.next(rejected, coin, lowering, true);
         })
         .def("codes", [](const Rehearsal& self) { return array_of(self.line.codes()); })
         .def_prop_ro("recompute_ns", [](const Rehearsal& self) { return self.line.recompute_ns(); })

@@ -12,7 +12,7 @@ constexpr Index looks = 64;   // at random nodes, for those that are there at th
 
 }  // namespace
 
-bool Moves::next(bool rejected, Number coin, bool relieving) {
+bool Moves::next(bool rejected, Number coin, bool relieving, bool tight) {
     if (rejected) {
         edits_.take_back();
     } else {
@@ -22,14 +22,14 @@ bool Moves::next(bool rejected, Number coin, bool relieving) {
     if (relieving && below(3) == 0) {
         relieve_peak();
     } else {
-        complete = propose();
+        complete = propose(tight);
     }
     return edits_.carry_out(complete ? 0 : coin);
 }
 
-bool Moves::propose() {
+bool Moves::propose(bool tight) {
     const Index draw = below(100);
-    if (81 <= draw && draw < 85) {
+    if (tight && 81 <= draw && draw < 85) {
         shift_run();
         return true;
     }
@@ -38,7 +38,7 @@ bool Moves::propose() {
         remove_one();  // from 49 to 57 together with the insertion: a swap
     } else if (71 <= draw && draw < 74) {
         remove_run();
-    } else if (74 <= draw && draw < 81) {
+    } else if (74 <= draw && draw < 85) {
         shift();
     } else if (85 <= draw && draw < 91) {
         step_down();

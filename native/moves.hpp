@@ -19,8 +19,9 @@ public:
         : line_(line), graph_(line.graph()), classes_(classes), random_(random), edits_(line, random) {}
 
     // Takes back the last move if it was rejected, then carries out a random one; false where it came to nothing. `relieving`:
-    // every third one frees something at the peak.
-    bool next(bool rejected, Number coin, bool relieving);
+    // every third one frees something at the peak. `tight`: runs of recomputes move together, too, which is of little use where
+    // there is room.
+    bool next(bool rejected, Number coin, bool relieving, bool tight);
 
     Edits& edits() { return edits_; }
 
@@ -30,7 +31,7 @@ private:
         Index node;     // what the step reads, that could be recomputed
     };
 
-    bool propose();  // whether what is asked for needs no closure
+    bool propose(bool tight);  // whether what is asked for needs no closure
     void insert_before_use();
     void insert_in_group();
     void remove_one();
