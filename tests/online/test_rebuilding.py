@@ -222,6 +222,19 @@ def test_scratch_that_no_plan_knew_of_is_planned_for() -> None:
         assert torch.equal(result + 1, expected)
 
 
+def test_orders_that_were_found_are_there_when_a_context_is_entered_again() -> None:
+    """As around every step of a training loop; also where the least that was found does not fit."""
+    session, kept = lowtide.online(4 * KIB + 512, planning="never", warn_above=float("inf")), []
+    for _ in range(2):
+        with session:
+            assert context._run is not None
+            kept.append(len(context._run.engine.rebuilder.orders))
+            _, tensors = _deep_pyramid(60)
+            with pytest.raises(lowtide.OnlineBudgetError):
+                _sum_far_apart(tensors)
+    assert kept[0] == 0 < kept[1]
+
+
 def test_what_is_let_go_of_while_it_is_rebuilt() -> None:
     """What a step reads was there when the rebuild was planned, and could not be evicted."""
     with lowtide.online(64 * KIB, planning="never", warn_above=float("inf")):

@@ -259,7 +259,7 @@ def test_plans_on_the_way_are_few_and_better(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(worker, "_LEAST_SECONDS", 0.0)
     (plan,) = lowtide.plans(_prepared(planner="greedy"))
     request, output = PlanRequest(plan.graph, plan.costs, plan.budget_bytes, "auto", 0), io.BytesIO()
-    worker.search(request, plan.time_ns, output)
+    worker.search(request, plan.time_ns, output, os.getppid())
     *ways, answer = map(json.loads, output.getvalue().splitlines())
     assert answer["done"]
     times = [Plan.from_json(one["plan"], plan.graph, plan.costs).time_ns for one in (*ways, answer)]
@@ -267,3 +267,13 @@ def test_plans_on_the_way_are_few_and_better(monkeypatch: pytest.MonkeyPatch) ->
         later <= (1 - worker._LEAST_GAIN) * sooner for sooner, later in itertools.pairwise([plan.time_ns, *times[:-1]])
     )
     assert times[-1] == min(times) == request.make().time_ns
+
+
+def test_a_search_ends_where_the_process_that_asked_went_before_it_began() -> None:
+    """An interpreter that starts on a busy machine takes longer than a short script."""
+    (plan,) = lowtide.plans(_prepared(planner="greedy"))
+    request, output = PlanRequest(plan.graph, plan.costs, plan.budget_bytes, "auto", 0), io.BytesIO()
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    with pytest.raises(SystemExit):
+        worker.search(request, plan.time_ns, output, int(ended.stdout))
+    assert b"done" not in output.getvalue()

@@ -39,7 +39,7 @@ from lowtide.dynamic.node import (
 )
 from lowtide.dynamic.operators import Operator, values_at
 from lowtide.dynamic.patches import Access
-from lowtide.dynamic.rebuild import Rebuilder, out_of_memory
+from lowtide.dynamic.rebuild import Experience, Rebuilder, out_of_memory
 from lowtide.errors import ExecutionError
 from lowtide.program import generators
 from lowtide.program.repeating import repeats_all_bits
@@ -54,12 +54,20 @@ class Engine:
     ``device``: the memory that is short; storages elsewhere stay. ``tiny_bytes``: results of at most that size are kept.
     """
 
-    def __init__(self, memory: Memory, executor: Executor, *, device: torch.device, tiny_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        executor: Executor,
+        experience: Experience,
+        *,
+        device: torch.device,
+        tiny_bytes: int = 0,
+    ) -> None:
         self.memory = memory
         self.executor = executor
         self.device = device
         self.tiny_bytes = tiny_bytes
-        self.rebuilder = Rebuilder(memory, executor)
+        self.rebuilder = Rebuilder(memory, executor, experience)
         self.foresight: Foresight | None = None
         self.release_at = _RELEASE_EVERY
 

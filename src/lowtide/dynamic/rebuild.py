@@ -7,6 +7,7 @@ that is gone does not fit at once, results are computed more than once instead.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,14 +35,22 @@ class RebuildError(RuntimeError):
         self.missing_bytes = missing_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """What rebuilds found out and later ones need not: orders of calls within little memory, and how much memory kinds of
+    calls take beyond their results."""
+
+    orders: OrderCache = field(default_factory=OrderCache)
+    scratch_bytes: dict[Hashable, int] = field(default_factory=dict)
+
+
 class Rebuilder:
     """Brings evicted nodes of ``memory`` back."""
 
-    def __init__(self, memory: Memory, executor: Executor) -> None:
+    def __init__(self, memory: Memory, executor: Executor, experience: Experience) -> None:
         self.memory = memory
         self.executor = executor
-        self.orders = OrderCache()
-        self.scratch_bytes: dict[Hashable, int] = {}  # what kinds of calls were found to take beyond their results
+        self.orders, self.scratch_bytes = experience.orders, experience.scratch_bytes
 
     def complete(self, needs: Iterable[Node]) -> None:
         """Have all of them there at once; they are locked. What the program has released meanwhile is gone, too."""

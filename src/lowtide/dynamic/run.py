@@ -27,7 +27,7 @@ from lowtide.dynamic.memory import Memory, Refusal
 from lowtide.dynamic.node import AccumulateGrad, Origin, current_node, current_origin
 from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.patches import Access, Patches, UncompiledMode, uncompiled
-from lowtide.dynamic.rebuild import RebuildError
+from lowtide.dynamic.rebuild import Experience, RebuildError
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.errors import ExecutionError, OnlineBudgetError
@@ -47,8 +47,9 @@ _Result = TypeVar("_Result")
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The arguments of ``lowtide.online``, checked. ``habits``: what is known of the program; ``None``: nothing is planned.
-    ``observed``: what is known of its operators' memory, ``operators``: of themselves, by the addresses of overloads that they
-    hold. ``may_exceed``: where nothing more can be evicted, the program goes on above the budget."""
+    All times that the context is entered share ``observed``, what is known of its operators' memory, ``operators``, them by the
+    addresses of overloads that they hold, and ``experience`` of rebuilds. ``may_exceed``: where nothing more can be evicted,
+    the program goes on above the budget."""
 
     budget_bytes: int
     heuristic: str
@@ -61,6 +62,7 @@ class Settings:
     habits: Habits | None = None
     observed: Observed = field(default_factory=Observed)
     operators: dict[int, Operator] = field(default_factory=dict, compare=False)
+    experience: Experience = field(default_factory=Experience, compare=False)
     may_exceed: bool = False
 
 
@@ -121,7 +123,13 @@ class OnlineRun:
         recorder = None if settings.record is None else Recorder(settings.record, self.device.type, budget_bytes)
         self.memory = Memory(pool, meter, settings.policy, recorder, settings.may_exceed)
         self.executor = executor_for(self.memory, self.device, settings.observed)
-        self.engine = Engine(self.memory, self.executor, device=self.device, tiny_bytes=budget_bytes // _TINY)
+        self.engine = Engine(
+            self.memory,
+            self.executor,
+            settings.experience,
+            device=self.device,
+            tiny_bytes=budget_bytes // _TINY,
+        )
         self.sessions: list[Session] = []
         self.thread = _Thread()
         self.open = True

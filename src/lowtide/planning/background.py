@@ -154,7 +154,7 @@ def _started(request: PlanRequest, plan: Plan | None, errors: IO[bytes]) -> subp
     if not sys.executable:
         raise FileNotFoundError("this interpreter does not know its own program")
     with tempfile.TemporaryFile() as asked:  # a file: a pipe would wait for the reader
-        pickle.dump((request, math.inf if plan is None else plan.time_ns), asked)
+        pickle.dump((request, math.inf if plan is None else plan.time_ns, os.getpid()), asked)
         asked.seek(0)
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "lowtide.planning.worker"],

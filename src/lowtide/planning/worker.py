@@ -1,7 +1,8 @@
 """The process in which a plan gets better while its model trains: see ``background``.
 
-``python -m lowtide.planning.worker`` reads a pickled ``PlanRequest`` and writes lines of JSON: better plans as they are found,
-and at last the planner's answer, kept in the plan cache, or why there is none. It ends where the process that asked has gone.
+``python -m lowtide.planning.worker`` reads a pickled ``PlanRequest`` with the number of the process that asks, and writes lines
+of JSON: better plans as they are found, and at last the planner's answer, kept in the plan cache, or why there is none. It ends
+where the process that asked has gone.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class _Telling:
         self.output.flush()
 
 
-def search(request: PlanRequest, time_ns: float, output: BinaryIO) -> None:
-    """Search for the plan of ``request``, to be exchanged for one that takes ``time_ns``."""
-    telling, parent = _Telling(time_ns, output), os.getppid()
+def search(request: PlanRequest, time_ns: float, output: BinaryIO, parent: int) -> None:
+    """Search for the plan of ``request``, to be exchanged for one that takes ``time_ns``, as long as the process ``parent`` is
+    there, which may have gone before this one had begun."""
+    telling = _Telling(time_ns, output)
 
     def on_progress(stage: str, fraction: float) -> None:
         if os.getppid() != parent:
@@ -67,10 +69,10 @@ def search(request: PlanRequest, time_ns: float, output: BinaryIO) -> None:
 def main() -> None:
     with contextlib.suppress(OSError, AttributeError):
         os.nice(_NICENESS)
-    request, time_ns = pickle.load(sys.stdin.buffer)  # from the process that started this one
+    request, time_ns, parent = pickle.load(sys.stdin.buffer)  # from the process that started this one
     output = sys.stdout.buffer
     try:
-        search(request, time_ns, output)
+        search(request, time_ns, output, parent)
     except (KeyboardInterrupt, BrokenPipeError):
         pass  # nobody waits for an answer any more
     except Exception as error:  # noqa: BLE001 - the process that asked says so
