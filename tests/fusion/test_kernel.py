@@ -158,7 +158,7 @@ def test_checked_compares_on_the_programs_own_tensors(monkeypatch: pytest.Monkey
 class _Feed(nn.Module):
     """What arrives at the activation from behind dies in its kernel."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
 
@@ -171,7 +171,7 @@ class _Feed(nn.Module):
 class _Gated(nn.Module):
     """Two kernels read the gradient of the product; the later one may write over it."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
         self.up, self.gate, self.down = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
 
@@ -184,7 +184,7 @@ class _Gated(nn.Module):
 class _Heads(nn.Module):
     """Products of three dimensions that are looked at in four."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
         self.layer = nn.Linear(width, width)
 
@@ -201,7 +201,7 @@ def _overwriting(program: Program) -> list[Op]:
 
 @pytest.mark.parametrize("make", [_Feed, _Gated, _Heads])
 def test_kernels_write_over_what_dies(make: type[nn.Module]) -> None:
-    program = fuse(capture(make(), (torch.randn(32, 64),)).program)
+    program = fuse(capture(make(), (torch.randn(512, 256),)).program)
     ops = _overwriting(program)
     assert len(ops) >= 3
     for op in ops:
@@ -230,7 +230,7 @@ def test_kernels_write_over_what_dies(make: type[nn.Module]) -> None:
 def test_steps_with_overwriting_kernels(make: type[nn.Module], budget: str) -> None:
     """The peak is the predicted one, gradients are eager's. Where all is kept, which no measured time decides, there are fewer
     bytes than new memory for every result takes."""
-    model, x = make(256), torch.randn(512, 256)
+    model, x = make(), torch.randn(512, 256)
     model(x).backward()
     expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     lowtide.rematerialize(model, (x,), budget=budget, planner="auto{effort=1}", compiler="inductor")
@@ -254,7 +254,7 @@ def test_steps_with_overwriting_kernels(make: type[nn.Module], budget: str) -> N
 
 def test_a_schedule_without_overwriting_keeps_the_arguments() -> None:
     """A kernel that overwrites has another form for a schedule in which its argument lives on."""
-    program = fuse(capture(_Feed(), (torch.randn(32, 64),)).program)
+    program = fuse(capture(_Feed(), (torch.randn(512, 256),)).program)
     schedule = keep_all_schedule(program.graph)
     plain = without_overwriting(schedule)
     names = {f"{call.target.__name__}_" for call in program.calls if getattr(call.target, "overwrites", None) == 0}
