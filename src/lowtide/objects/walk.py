@@ -89,6 +89,15 @@ def _items_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     return lambda value: tuple(kind.__iter__(value))
 
 
+def _logger(value: logging.Logger) -> tuple[Any, ...]:
+    above: list[Any] = [value]
+    while above[-1].propagate and above[-1].parent is not None:
+        above.append(above[-1].parent)
+    level = value.level, value.getEffectiveLevel(), value.disabled, value.manager.disable
+    called = (*value.filters, *(handler for one in above for handler in one.handlers))
+    return (*level, len(above), *map(id, called))  # by number: what they do with a message is nothing to who sends it
+
+
 GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share, of Python and of NumPy
 OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
@@ -105,7 +114,7 @@ _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     (np.ndarray, _array),
     (memoryview, lambda value: (value.format, value.shape, value.tobytes())),
     (type(threading.Lock()), lambda value: (value.locked(),)),
-    (logging.Logger, lambda value: (value.level, value.getEffectiveLevel(), value.disabled, value.manager.disable)),
+    (logging.Logger, _logger),
     ((types.SimpleNamespace, threading.local), _namespace),
     (types.CellType, lambda value: (cell_value(value),)),
     (types.GeneratorType, _state_of_generator),
@@ -234,6 +243,7 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
     "cell": lambda owner, _: cell_value(owner),  # in a cell of a closure
     "made of": getattr,  # what a function or a class is made of
     "answer": lambda owner, _: owner(),  # what it says when it is called
+    "subclasses": lambda owner, _: tuple(type.__subclasses__(owner)),  # of a class
     "layout": _layout,  # of a tensor
     "version": lambda owner, _: owner._version,  # how often a tensor was written in place
     "gradient": lambda owner, _: owner.grad,  # of a parameter or a buffer

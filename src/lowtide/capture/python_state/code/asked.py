@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import re
 import sys
@@ -25,7 +26,9 @@ _ASKED: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("is_autocast_enabled", "get_autocast_dtype"), process.autocast),
     **dict.fromkeys(("decimal", "Decimal", "getcontext"), process.decimals),
     **dict.fromkeys(("getLogger", "isEnabledFor", "getEffectiveLevel"), process.levels),
+    **dict.fromkeys(("warn", "warn_explicit"), process.errors),
     **dict.fromkeys(("locale", "localeconv", "localtime", "mktime", "fromtimestamp", "astimezone"), process.culture),
+    "getLevelName": lambda: str(logging.getLevelNamesMapping()),
     "current_thread": process.thread,
     "is_warn_always_enabled": torch.is_warn_always_enabled,
     "is_anomaly_enabled": torch.is_anomaly_enabled,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch.nn import functional
 
 from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
-from lowtide.capture.python_state.code.installed import is_installed
+from lowtide.capture.python_state.code.installed import is_installed, is_library, is_standard
 from lowtide.objects.walk import CONTAINERS, cell_value, reachable
 
 _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
@@ -128,11 +128,6 @@ def is_trusted(value: Any) -> bool:
     return module.startswith(_TRUSTED) or module == "torch" or is_standard(module)
 
 
-def is_standard(module: str) -> bool:
-    """Whether it is the name of a module of Python's own."""
-    return module != "__main__" and module.partition(".")[0] in sys.stdlib_module_names
-
-
 def full_name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
@@ -184,13 +179,16 @@ def value_in(copied: types.FunctionType, variable: Named, value: Any) -> Any:
 
 
 def _found_by_name(function: types.FunctionType) -> Iterable[str]:
-    """Modules of the user's that code may find under their names: those that it spells or, where it spells none, all."""
+    """Modules that code may find under their names: those that it asks ``sys.modules`` for, which may not be there, and of the
+    user's those that it spells or, where it spells none, all."""
     names = names_in(function.__code__).all
-    if not names & _IMPORTING and not {"sys", "modules"} <= names:
+    asks = {"sys", "modules"} <= names
+    if not names & _IMPORTING and not asks:
         return ()
     theirs = {name for name, module in [*sys.modules.items()] if module is not None and not is_library(module)}
     constants = {one for part in codes(function.__code__) for one in part.co_consts if isinstance(one, str)}
-    return theirs & constants or theirs
+    spelled = {one for one in constants if asks and all(part.isidentifier() for part in one.split("."))}
+    return spelled | (theirs & constants or theirs)
 
 
 def called_by(function: types.FunctionType) -> Iterator[Named]:
@@ -330,13 +328,6 @@ def functions_of(kind: type) -> Iterator[Any]:
         for part in (*parts_of(member), getattr(member, "func", None)):
             if isinstance(part, (types.FunctionType, functools.partial)):
                 yield part
-
-
-def is_library(value: Any) -> bool:
-    """Whether a module or a class is of an installed library."""
-    name = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", ""))
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return is_standard(name) if file is None else is_installed(file)
 
 
 def is_third_party(kind: type) -> bool:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import site
+import sys
 import sysconfig
+import types
 from pathlib import Path
+from typing import Any
 
 _LIBRARIES = tuple({*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen"})
 _OURS = str(Path(__file__).parents[3])
@@ -22,6 +25,18 @@ def is_installed(filename: str) -> bool:
         return True
     path = Path(filename)
     return path.is_absolute() and any(path.relative_to(folder).parts[0] in _listed(folder) for folder in path.parents)
+
+
+def is_standard(module: str) -> bool:
+    """Whether it is the name of a module of Python's own."""
+    return module != "__main__" and module.partition(".")[0] in sys.stdlib_module_names
+
+
+def is_library(value: Any) -> bool:
+    """Whether a module or a class is of an installed library."""
+    name = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", ""))
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return is_standard(name) if file is None else is_installed(file)
 
 
 @functools.lru_cache(maxsize=1 << 10)

@@ -7,6 +7,7 @@ import locale
 import logging
 import threading
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -58,6 +59,11 @@ def levels() -> str:
     told = {name: one.level for name, one in loggers.items() if isinstance(one, logging.Logger) and one.level}
     disabled = [name for name, one in loggers.items() if isinstance(one, logging.Logger) and one.disabled]
     return str((logging.root.level, logging.root.manager.disable, told, disabled))
+
+
+def errors() -> str:
+    """Which warnings are raised."""
+    return str([one for one in warnings.filters if one[0] == "error"])
 
 
 def thread() -> str:

@@ -24,7 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from lowtide.capture.python_state.code.code_names import is_library
+from lowtide.capture.python_state.code.installed import is_library
 from lowtide.capture.trace.patches import replaced
 from lowtide.errors import CaptureError
 from lowtide.objects.walk import PLAIN

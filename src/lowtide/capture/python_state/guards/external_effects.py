@@ -23,7 +23,8 @@ import torch
 from torch import nn
 from torch._library.custom_ops import CustomOpDef
 
-from lowtide.capture.python_state.code.code_names import codes, full_name, is_standard, is_trusted, named_by, parts_of
+from lowtide.capture.python_state.code.code_names import codes, full_name, is_trusted, named_by, parts_of
+from lowtide.capture.python_state.code.installed import is_standard
 from lowtide.errors import CaptureError
 from lowtide.objects import structure
 from lowtide.objects.walk import ABSENT, OWN_GENERATORS, PLAIN, cell_value, is_open, refill

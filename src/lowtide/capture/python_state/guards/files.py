@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from lowtide.capture.python_state.code.code_names import is_standard
-from lowtide.capture.python_state.code.installed import is_installed
+from lowtide.capture.python_state.code.installed import is_installed, is_standard
 from lowtide.capture.trace.patches import all_wrapped
 from lowtide.errors import CaptureError
 from lowtide.native import core

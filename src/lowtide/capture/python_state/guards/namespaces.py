@@ -16,12 +16,20 @@ from lowtide.capture.python_state.code.code_names import (
     OPERATORS,
     attributes_named,
     is_code,
-    is_library,
 )
-from lowtide.capture.python_state.guards.reads import Reads
-from lowtide.objects.walk import ABSENT, PLAIN, current
+from lowtide.capture.python_state.code.installed import is_installed, is_library
+from lowtide.capture.python_state.guards.reads import Content, Reads
+from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, current, parts_of
 
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
+_DESCRIBING = (
+    "__name__",
+    "__qualname__",
+    "__module__",
+    "__doc__",
+    "__annotations__",
+)  # what functions have beside their code
+_MOST = 1000  # items of a library's container that are compared
 _WHETHER = {"hasattr", "dir", *BY_COMPUTED_NAME}  # ask for attributes that may not be there
 
 
@@ -35,7 +43,8 @@ class Namespaces:
         self._owners: dict[int, tuple[Any, str]] = {}
         self._reached: set[tuple[int, str]] = set()
         self._computed = False  # whether code comes to attributes by names that it computes
-        self._named = (0, 0, False)  # how many of both were looked at
+        self._functions: dict[int, types.FunctionType] = {}  # of the user's
+        self._named: tuple[int, ...] = (0, 0, 0, False)  # how many of these were looked at
 
     def read(self, function: types.FunctionType) -> None:
         """Add the attributes that code of the user's names."""
@@ -43,6 +52,8 @@ class Namespaces:
         self.attributes |= names
         self._spelled |= spelled
         self._computed |= computed
+        if not is_installed(function.__code__.co_filename):
+            self._functions.setdefault(id(function), function)
 
     def add(self, owner: Any, text: str) -> bool:
         """Whether it is a new one."""
@@ -66,9 +77,11 @@ class Namespaces:
 
     def read_named(self) -> None:
         """Of tensors, and of classes and modules that code can reach, the attributes that it names."""
-        known, self._named = self._named, (len(self._owners), len(self.attributes), self._computed)
-        if known == self._named:
+        now = len(self._owners), len(self._functions), len(self.attributes), self._computed
+        known, self._named = self._named, now
+        if known == now:
             return
+        self._read_descriptions()
         for name in sorted(self.attributes | OPERATORS):
             method = current("class", torch.Tensor, name)
             if method is not ABSENT or name in self._spelled:
@@ -78,9 +91,6 @@ class Namespaces:
             named = sorted(self.attributes & own.keys())
             if isinstance(owner, types.ModuleType):  # of a class, all is noted already
                 if is_library(owner):
-                    named = [
-                        name for name in named if is_code(own[name]) or isinstance(own[name], (*PLAIN, logging.Logger))
-                    ]
                     for name in sorted(self._spelled - own.keys()):  # ``getattr(sys, "debug", 0)``
                         self._reads.note("item", own, name, ABSENT, f"{text}.{name}")
                 anything = self.attributes & BY_COMPUTED_NAME and not is_library(owner)
@@ -88,7 +98,9 @@ class Namespaces:
                     self._reads.note_names(owner, own, text)
                 for name in sorted(own) if anything else named:
                     self._reads.note("item", own, name, own[name], f"{text}.{name}")
-            if self._computed and not is_library(owner):
+            if is_library(owner):  # of its other objects, which ones they are
+                named = [name for name in named if _is_told(own[name])]
+            elif self._computed:
                 named = [
                     name for name in own if not isinstance(own[name], types.ModuleType) and not name.startswith("__")
                 ]
@@ -96,3 +108,30 @@ class Namespaces:
                 if (id(owner), name) not in self._reached:
                     self._reached.add((id(owner), name))
                     self._reach(own[name], own[name], f"{text}.{name}")
+
+    def _read_descriptions(self) -> None:
+        """Of functions and classes, the names, texts and subclasses that code asks for."""
+        kinds = [(owner, text) for owner, text in self._owners.values() if isinstance(owner, type)]
+        for name in self.attributes.intersection(_DESCRIBING):
+            for function in self._functions.values():
+                value = getattr(function, name)
+                self._reads.note("made of", function, name, value, f"{function.__qualname__}.{name}")
+                self._reach(value, value, f"{function.__qualname__}.{name}")
+            for kind, text in kinds:
+                found = "class" if name in vars(kind) else "made of"
+                if found == "class" or name in ("__name__", "__qualname__"):
+                    self._reads.note(found, kind, name, current(found, kind, name), f"{text}.{name}")
+        for kind, text in kinds if "__subclasses__" in self.attributes else ():
+            below = current("subclasses", kind, "")
+            self._reads.contents[id(below)] = Content(below, below)
+            self._reads.note("subclasses", kind, "", below, f"the subclasses of {text}")
+            for one in below:
+                self._reach(one, one, "")
+
+
+def _is_told(value: Any) -> bool:
+    """Whether what code does with an object of a library is told by looking at it: a number, code, or some of these."""
+    if not isinstance(value, CONTAINERS):
+        return is_code(value) or isinstance(value, (*PLAIN, logging.Logger))
+    parts = parts_of(value) if len(value) <= _MOST else [None]
+    return all(isinstance(one, CONTAINERS) or (is_code(one) and not isinstance(one, types.ModuleType)) for one in parts)

@@ -25,7 +25,7 @@ from torch import nn
 
 from lowtide.capture.python_state.code import code_names
 from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
-from lowtide.capture.python_state.code.installed import is_installed
+from lowtide.capture.python_state.code.installed import is_installed, is_library
 from lowtide.capture.python_state.guards import files
 from lowtide.capture.python_state.guards.caches import Results, is_cache
 from lowtide.capture.python_state.guards.classes_shown import ClassesShown, is_shown
@@ -227,7 +227,7 @@ class Observer:
         self._namespaces.add(module, module.__name__)
         self._read(module, asked_under({*module.__name__.split(".")}))
         self._reach(type(module), type(module), "")
-        if not code_names.is_library(module):
+        if not is_library(module):
             self._reach(vars(module).get("__getattr__"), None, "")
 
     def _look_at_function(self, seen: types.FunctionType, function: types.FunctionType) -> None:
@@ -257,7 +257,7 @@ class Observer:
     def _look_at_class(self, kind: type) -> None:
         """Methods that Python looks up in a class are read where nobody sees it: all that stands there is noted."""
         for base in kind.__mro__:
-            if not code_names.is_library(base):
+            if not is_library(base):
                 self._namespaces.add_class(base)
                 self._reach(type(base), type(base), "")
                 for function in code_names.functions_of(base):

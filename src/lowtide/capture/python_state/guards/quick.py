@@ -28,6 +28,7 @@ _IN_CELL = operator.attrgetter("cell_contents")
 _IN_DICT = operator.attrgetter("__dict__")
 _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
 _EXACT = frozenset((bytes, str, int))  # equal ones of these are the same
+_MADE_ANEW = ("answer", "layout", "version", "subclasses")  # kinds of what is another object whenever it is asked for
 _CHANGED = (KeyError, AttributeError, ValueError, RuntimeError, ReferenceError)
 
 
@@ -112,7 +113,12 @@ class Unchanged:
         if type(read.value) is Comparisons:
             self._items.append((_compared, (read.value.hold, kind, owner, name), [True]))
             return None
-        if id(value) in self._layouts or kind in ("answer", "layout", "version"):  # made anew where they are asked for
+        if id(value) in self._layouts or kind in (
+            "answer",
+            "layout",
+            "version",
+            "subclasses",
+        ):  # made anew where they are asked for
             self._items.append((_single, (kind, owner, name), [self._layouts.get(id(value), value)]))
         elif kind == "names" and own is None:
             self._items.append((current, (kind, owner, name), value))
