@@ -43,7 +43,6 @@ _SAVING = frozenset({"_non_persistent_buffers_set", "_state_dict_hooks", "_state
 _ASKING = (nn.Module.__module__, "functools")  # who reads these for their own ends: to find one, to register a buffer
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
 _SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # but for what every module is asked for
-_SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # but for what every module is asked for
 _INTERNAL = OWN - _SAVING  # read in every call
 _ATOMS = frozenset((*PLAIN, StandIn))  # not what is derived from them, which may have attributes
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made

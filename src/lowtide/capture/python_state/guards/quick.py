@@ -113,12 +113,7 @@ class Unchanged:
         if type(read.value) is Comparisons:
             self._items.append((_compared, (read.value.hold, kind, owner, name), [True]))
             return None
-        if id(value) in self._layouts or kind in (
-            "answer",
-            "layout",
-            "version",
-            "subclasses",
-        ):  # made anew where they are asked for
+        if id(value) in self._layouts or kind in _MADE_ANEW:
             self._items.append((_single, (kind, owner, name), [self._layouts.get(id(value), value)]))
         elif kind == "names" and own is None:
             self._items.append((current, (kind, owner, name), value))
