@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from typing import Any
 
@@ -13,19 +14,17 @@ from torch import nn
 import lowtide
 
 
-def _marked() -> None:
-    """Its annotations are read, which no guard sees."""
-
-
 class _Switch:
+    """How a signal is handled, which no guard sees."""
+
     def __init__(self) -> None:
-        _marked.__annotations__.pop("on", None)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def read(self) -> float:
-        return 3.0 if "on" in _marked.__annotations__ else 1.0
+        return 3.0 if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN else 1.0
 
     def turn_on(self) -> None:
-        _marked.__annotations__["on"] = True
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class _Timed(nn.Module):
