@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ from torch import nn
 import lowtide
 
 
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
 class _Switch:
     """How a signal is handled, which no guard sees."""
-
-    def __init__(self) -> None:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def read(self) -> float:
         return 3.0 if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN else 1.0

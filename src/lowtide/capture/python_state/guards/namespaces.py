@@ -28,7 +28,7 @@ _DESCRIBING = (
     "__module__",
     "__doc__",
     "__annotations__",
-)  # what functions have beside their code
+)  # of functions, beside their code
 _MOST = 1000  # items of a library's container that are compared
 _WHETHER = {"hasattr", "dir", *BY_COMPUTED_NAME}  # ask for attributes that may not be there
 
@@ -87,18 +87,18 @@ class Namespaces:
             if method is not ABSENT or name in self._spelled:
                 self._reads.note("class", torch.Tensor, name, method, f"torch.Tensor.{name}")
         for owner, text in [*self._owners.values()]:
-            own = vars(owner)
+            own, library = vars(owner), is_library(owner)
             named = sorted(self.attributes & own.keys())
             if isinstance(owner, types.ModuleType):  # of a class, all is noted already
-                if is_library(owner):
+                if library:
                     for name in sorted(self._spelled - own.keys()):  # ``getattr(sys, "debug", 0)``
                         self._reads.note("item", own, name, ABSENT, f"{text}.{name}")
-                anything = self.attributes & BY_COMPUTED_NAME and not is_library(owner)
-                if self.attributes & _WHETHER and not is_library(owner):
+                anything = self.attributes & BY_COMPUTED_NAME and not library
+                if self.attributes & _WHETHER and not library:
                     self._reads.note_names(owner, own, text)
                 for name in sorted(own) if anything else named:
                     self._reads.note("item", own, name, own[name], f"{text}.{name}")
-            if is_library(owner):  # of its other objects, which ones they are
+            if library:  # of its other objects, which ones they are
                 named = [name for name in named if _is_told(own[name])]
             elif self._computed:
                 named = [
