@@ -22,13 +22,7 @@ from lowtide.capture.python_state.guards.reads import Content, Reads
 from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, current, parts_of
 
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
-_DESCRIBING = (
-    "__name__",
-    "__qualname__",
-    "__module__",
-    "__doc__",
-    "__annotations__",
-)  # of functions, beside their code
+_DESCRIBING = ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__")  # beside code
 _MOST = 1000  # items of a library's container that are compared
 _WHETHER = {"hasattr", "dir", *BY_COMPUTED_NAME}  # ask for attributes that may not be there
 
