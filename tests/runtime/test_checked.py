@@ -136,3 +136,15 @@ def test_checks_change_nothing() -> None:
 def test_bad_intervals(every: Any) -> None:
     with pytest.raises(lowtide.PlanError, match=r"every=.* must be a positive integer: every=1"):
         lowtide.checked(every=every)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("lengths", [(6, 6), (6, 8, 12, 10)])
+def test_batches_that_are_cut_out_of_one_tensor(dynamic: bool, lengths: tuple[int, ...]) -> None:
+    """They begin elsewhere each time, and programs of other sizes have other names: neither makes another program."""
+    data = torch.randn(32, 4)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 4))
+    lowtide.rematerialize(model, (torch.randn(6, 4),), budget="100%", planner="keep-all", dynamic=dynamic)
+    for index, length in enumerate(lengths):
+        with lowtide.checked(every=1):
+            model(data[2 * index : 2 * index + length]).square().mean().backward()

@@ -116,7 +116,7 @@ class SymbolicFamily:
         member = self.member(shapes, lambda number, _: asked[number].answer if number < len(asked) else ())
         if member is None or not _asked_the_same(member, captured):
             return None
-        same = _nameless(member.program).same_as(_nameless(captured.program), frozenset())
+        same = member.program.same_as(captured.program, frozenset())
         return same and member.contract.same_as(captured.contract)
 
     def _vary_as_known(self, shapes: Shapes) -> bool:
@@ -156,19 +156,6 @@ def _asked_the_same(member: Captured, captured: Captured) -> bool:
     alone = [one for one in member.contract.conditions.questions if not one.known.positions()]
     answers = [[(one.ask, one.source, one.answer) for one in _of_values(each)] for each in (member, captured)]
     return answers[0] == answers[1] and all(one.holds([], {}) for one in alone)
-
-
-def _nameless(program: Program) -> Program:
-    """Without the names that the tracer counted out: it counts symbolic sizes, too. Nor where inputs lie."""
-    graph = program.graph
-    given = {value for storage in graph.storages if storage.external for value in storage.values}
-    metas = tuple(
-        dataclasses.replace(one, storage_offset=0, storage_bytes=0) if at in given else one
-        for at, one in enumerate(program.metas)
-    )
-    values = tuple(dataclasses.replace(value, name="") for value in graph.values)
-    ops = tuple(dataclasses.replace(op, name="") for op in graph.ops)
-    return dataclasses.replace(program, graph=dataclasses.replace(graph, values=values, ops=ops), metas=metas)
 
 
 def _mapped(captured: Captured, put: Callable[[Any], Any]) -> Captured:

@@ -213,6 +213,11 @@ class Graph:
         """The same graph without the lines and modules that operators come from: no plan depends on them."""
         return replace(self, ops=tuple(replace(op, source="", module="") for op in self.ops))
 
+    def without_names(self) -> Graph:
+        """The same graph without places, and without the names that the tracer counted out: it counts symbolic sizes, too."""
+        ops = tuple(replace(op, name="", source="", module="") for op in self.ops)
+        return replace(self, ops=ops, values=tuple(replace(value, name="") for value in self.values))
+
     def without_overwrites(self) -> Graph:
         """The same graph where every result is new memory."""
         return replace(self, ops=tuple(replace(op, overwrites=()) for op in self.ops))

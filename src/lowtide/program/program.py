@@ -7,7 +7,7 @@ per value, the layout of the tensor. Everything after capture (cost, lowering) r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -88,19 +88,28 @@ class Program:
     sums: tuple[tuple[int, int], ...] = ()
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
-        """Whether both are the same operators on the same operands, with the same results, in the same order. ``held``: the ids
-        of tensors in the model's attributes; other constants were made by the forward pass, and are equal if their elements
-        are."""
+        """Whether both are the same operators on the same operands, with the same results, in the same order, wherever inputs
+        lie in their memory. ``held``: the ids of tensors in the model's attributes; other constants were made by the forward
+        pass, and are equal if their elements are."""
         pairs = [(tensor, other.constants.get(value)) for value, tensor in self.constants.items()]
         return (
-            self.graph.without_places() == other.graph.without_places()
+            self.graph.without_names() == other.graph.without_names()
+            and self._layouts() == other._layouts()
             and all(map(_same_call, self.calls, other.calls))
             and all(getattr(self, name) == getattr(other, name) for name in _COMPARED)
             and all(one is two or (id(two) not in held and _equal(one, two)) for one, two in pairs)
         )
 
+    def _layouts(self) -> list[TensorMeta]:
+        """Those of all values. A batch that is cut out of a larger tensor begins elsewhere in that each time."""
+        given = {value for storage in self.graph.storages if storage.external for value in storage.values}
+        return [
+            replace(meta, storage_offset=0, storage_bytes=0) if value in given else meta
+            for value, meta in enumerate(self.metas)
+        ]
 
-_COMPARED = ("metas", "inputs", "tangents", "gradients", "results", "mask", "state_names", "kept", "placed", "unlinked")
+
+_COMPARED = ("inputs", "tangents", "gradients", "results", "mask", "state_names", "kept", "placed", "unlinked")
 
 
 def _same_call(one: Call, other: Call) -> bool:
