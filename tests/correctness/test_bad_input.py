@@ -283,6 +283,33 @@ def test_call_that_does_not_fit_raises_what_eager_raises() -> None:
     assert_same_records(run_training(model, rows(), _STEP, 2), run_training(make(_network), rows(), _STEP, 2))
 
 
+@pytest.mark.parametrize(
+    "options", [{"optimizer": True}, {"arena": True}, {"budget": "1GiB", "on_capture_error": "online"}], ids=str
+)
+def test_after_a_call_that_does_not_fit_all_is_as_before(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Updates inside of the backward pass, the arena, and plans instead of the online mode."""
+    model, (x,) = make(_network), rows()(0)[0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = {"budget": "70%"} | options | ({"optimizer": optimizer} if "optimizer" in options else {})
+    lowtide.rematerialize(model, (x,), **given)
+
+    def step() -> list[Any]:
+        model(x).sum().backward()
+        gradients = {type(parameter.grad) for parameter in model.parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        runtime: Any = model.forward
+        return [gradients, runtime.is_online, [one.arena is None for (one,) in runtime.entries.values()]]
+
+    before = step()
+    with pytest.raises(RuntimeError):
+        model(torch.randn(3, 7))
+    assert step() == before
+    assert "are kept until" not in caplog.text
+
+
 def test_not_a_module() -> None:
     with pytest.raises((TypeError, lowtide.LowtideError), match=r"[Mm]odule"):
         lowtide.rematerialize(lambda x: x, *rows()(0), budget="70%")
@@ -307,6 +334,8 @@ def test_plans_and_restore_of_a_plain_model() -> None:
     for function in (lowtide.plans, lowtide.restore):
         with pytest.raises(lowtide.PlanError, match="is not rematerialized"):
             function(model)
+        with pytest.raises(lowtide.PlanError, match=r"takes a torch.nn.Module, not a NoneType"):
+            function(None)  # type: ignore[arg-type]
 
 
 def test_preparation_under_no_grad() -> None:

@@ -18,7 +18,7 @@ from lowtide.budget import parse_budget
 from lowtide.capture import Captured
 from lowtide.capture.model_state import State
 from lowtide.capture.trace.writes import GradientRequiredError
-from lowtide.errors import CaptureError, InfeasibleBudgetError, NoGradientError
+from lowtide.errors import CaptureError, InfeasibleBudgetError, NoGradientError, OnlineBudgetError
 from lowtide.memory.arena import Arena
 from lowtide.pipeline import Finish
 from lowtide.planning import Plan
@@ -34,7 +34,6 @@ from lowtide.runtime.parts.parts import Parts
 from lowtide.runtime.parts.submodules import can_run_in_parts
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry, Sample, Signature
-from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.programs.recaptures import ManyProgramsError
 from lowtide.runtime.sharded_root import ShardedRoot
 from lowtide.settings import Settings
@@ -137,15 +136,15 @@ class Rematerialized(Planned):
 
     def _run_unplanned(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._fill_zeroed()
-        if self.parts is None:
-            return self._run_online(args, kwargs)
-        if self._was_whole and self.parts.are_none:
+        if self._was_whole and self.parts is not None and self.parts.are_none:
             self._go_whole("nothing of it can be planned in parts", args, kwargs)
             return self.call(*args, **kwargs)
         began = False
         try:
-            budget_bytes = self.parts.online_bytes((args, kwargs))
-            if budget_bytes is not None:
+            budget_bytes = None if self.parts is None else self.parts.online_bytes((args, kwargs))
+            if self.parts is None:
+                result = self._run_online(args, kwargs)
+            elif budget_bytes is not None:
                 self._go_online(self.parts.why, budget_bytes, self.parts.device, may_exceed=self.parts.are_none)
                 result = self._run_online(args, kwargs)
             else:
@@ -160,13 +159,21 @@ class Rematerialized(Planned):
                 if not began and (self._was_whole or self._may_be_online((args, kwargs))):
                     self._go_whole(error, args, kwargs)
                     return self.call(*args, **kwargs)
-            if not self._runs_in_parts:  # the call itself is wrong: that is no reason to run others in parts
-                self.parts = None
-                self._apart.clear()
-                self._leave_online()
+            if (self.parts or self._online) and not (self._runs_in_parts or isinstance(error, OnlineBudgetError)):
+                self._go_back()
             raise
         self._runs_in_parts = bool(self._apart)  # not where it was one call alone
+        if self.optimizer is not None and (self.parts is not None or self.is_online):
+            self.optimizer.give_up(f"the model runs {'under lowtide.online' if self.is_online else 'in parts'}")
         return result
+
+    def _go_back(self) -> None:
+        """The call itself was wrong: that is no reason to run others in parts, or online."""
+        self.parts = None
+        self._apart.clear()
+        self._leave_online()
+        if self.settings.arena:
+            self.begin_anew()
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
         if self._runs_in_parts and not self.entries:  # there is nothing to be found
@@ -214,26 +221,17 @@ class Rematerialized(Planned):
         if changes and not can_run_in_parts(self.model):
             self._go_whole(str(error), inputs)
             return
-        self._keep_gradients("the model runs in parts")
         self.parts = self.parts or Parts(self.model, self.settings, error)
         self._was_whole = self.parts.shared.must_fit = changes
         self.parts.shared.granted_bytes = max(self.parts.shared.granted_bytes, self._granted())
-        self._leave_arena()
+        if self._arenas:  # beside it the parts would exceed the budget
+            self.begin_anew()
         if always:
             self._apart.add(key)
             self._forget(key)
 
     def _arena(self, program: Program) -> Arena | None:
         return super()._arena(program) if self.parts is None else None
-
-    def _leave_arena(self) -> None:
-        """Programs of the whole model run without one from now on: beside it the parts would exceed the budget."""
-        if not self._arenas:
-            return
-        self._arenas.clear()
-        self.improving.stop()
-        for entry in (one for entries in self.entries.values() for one in entries):
-            entry.arena, entry.lowered = None, lowered(entry.program, entry.plan, None)
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
         """What is to run, and its plan: of a sharded model, in the order of collectives of all ranks. Raises ``CaptureError``
@@ -288,7 +286,6 @@ class Rematerialized(Planned):
     ) -> None:
         """Run eagerly inside the budget from now on, forward and backward passes. ``may_exceed``: what does not fit goes on
         above it, as it did before."""
-        self._keep_gradients("the model runs under lowtide.online")
         self._online = self._instead.begun(type(self.model).__name__, why, budget_bytes, device, may_exceed)
 
     def _run_online(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -304,10 +301,6 @@ class Rematerialized(Planned):
         if self._online is not None:
             online, self._online = self._online, None
             online.leave()
-
-    def _keep_gradients(self, reason: str) -> None:
-        if self.optimizer is not None:
-            self.optimizer.give_up(reason)
 
     def plans(self) -> list[Plan]:
         """Those made so far, of the model or of its parts."""

@@ -176,14 +176,13 @@ class Programs:
             self._search(entry)
 
     def begin_anew(self) -> None:
-        """The budget was lowered: end the searches within the former one, and give up the memory of arenas."""
+        """The budget is another one, or also for something else: end the searches within it, and take new arenas or none."""
         self.improving.stop()
-        known = (entry for entries in self.entries.values() for entry in entries)
-        used = [one for entry in known for one in {entry, *entry.for_masks.values()} if one.arena is not None]
         self._arenas.clear()
-        for entry in used:
-            entry.arena = self._arena(entry.program)
-            entry.lowered = lowered(entry.program, entry.plan, entry.arena)
+        known = (entry for entries in self.entries.values() for entry in entries) if self.settings.arena else ()
+        for one in {one for entry in known for one in (entry, *entry.for_masks.values())}:
+            one.arena = self._arena(one.program)
+            one.lowered = lowered(one.program, one.plan, one.arena)
 
     def _search(self, entry: Entry) -> None:
         of = entry.program, entry.plan.costs, entry.plan.budget_bytes
