@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lowtide.budget import parse_budget
@@ -28,9 +29,11 @@ PEAK = 695_668_745
         ("40%", PEAK * 40 // 100),
         ("12.5 %", PEAK // 8),
         ("150%", PEAK * 3 // 2),
+        (np.int64(1000), 1000),
+        (np.float32(1000.5), 1000),
     ],
 )
-def test_amounts(budget: int | str, expected: int) -> None:
+def test_amounts(budget: Any, expected: int) -> None:
     assert parse_budget(budget, PEAK) == expected
 
 
@@ -53,6 +56,11 @@ def test_a_percentage_where_there_is_no_peak_to_be_a_part_of() -> None:
 def test_not_positive(budget: Any) -> None:
     with pytest.raises(PlanError, match=r"not positive.*8GiB"):
         parse_budget(budget, PEAK)
+
+
+def test_a_negative_share_is_no_number_of_bytes() -> None:
+    with pytest.raises(PlanError, match=r"an offload_budget of '-40%' is not positive"):
+        parse_budget("-40%", PEAK, what="offload_budget")
 
 
 def test_a_fraction_is_no_percentage() -> None:

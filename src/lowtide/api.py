@@ -289,6 +289,7 @@ def plan(
 
 def _planned(model: nn.Module) -> Rematerialized:
     """The planned forward of ``model``. Raises ``PlanError`` where it has none."""
+    require_module(model, "lowtide")
     runtime = runtime_of(model)
     if runtime is None:
         raise PlanError("the model is not rematerialized.")

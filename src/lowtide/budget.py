@@ -6,6 +6,7 @@ import math
 import numbers
 import re
 from fractions import Fraction
+from typing import TypeGuard
 
 from lowtide.errors import PlanError
 
@@ -25,29 +26,31 @@ def parse_budget(budget: int | str, unconstrained_peak_bytes: int | None, *, wha
 
     Raises ``PlanError``, naming ``what``, for anything that is not a positive amount, and for a percentage of ``None``.
     """
-    refused = PlanError(f"{budget!r} is not a {what}; {_EXAMPLES}.")
+    named = f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
+    refused = PlanError(f"{budget!r} is not {named}; {_EXAMPLES}.")
     if isinstance(budget, str):
         match = _PATTERN.fullmatch(budget)
         unit = match[2].lower() if match else ""
         if match is None or (unit != "%" and unit not in _UNITS):
             raise refused
         if unit == "%" and unconstrained_peak_bytes is None:
-            raise PlanError(f"a {what} is no share of anything, as {budget!r} would be; {_IN_BYTES}.")
+            raise PlanError(f"{named} is no share of anything, as {budget!r} would be; {_IN_BYTES}.")
         scale = Fraction(unconstrained_peak_bytes or 0, 100) if unit == "%" else _UNITS[unit]
         share = Fraction(match[1])
         amount = int(share * scale)  # exact: 100% is the peak to the byte
-        if unit == "%" and share > 0:
-            amount = max(amount, 1)  # of what takes nothing: a program that only makes views
-    elif isinstance(budget, bool) or not isinstance(budget, (int, float)) or not math.isfinite(budget):
+        if unit == "%":  # one byte at least, of what takes nothing: a program that only makes views
+            amount = max(amount, 1) if share > 0 else 0
+    elif not (_is_real(budget) and math.isfinite(budget)):
         raise refused
     else:
         amount = int(budget)
     if amount >= _LIMIT:
-        raise PlanError(f"a {what} of {budget!r} is more than any device has; {_EXAMPLES}.")
+        raise PlanError(f"{named} of {budget!r} is more than any device has; {_EXAMPLES}.")
     if amount < 1:
         fraction = isinstance(budget, float) and 0 < budget < 1
         meant = f' (for that part of the peak write "{100 * float(budget):g}%")' if fraction else ""
-        raise PlanError(f"a {what} of {budget!r} is {amount} bytes, which is not positive{meant}; {_EXAMPLES}.")
+        bytes_of = "" if is_percentage(budget) else f"{amount} bytes, which is "
+        raise PlanError(f"{named} of {budget!r} is {bytes_of}not positive{meant}; {_EXAMPLES}.")
     return amount
 
 
@@ -59,10 +62,15 @@ def parse_bandwidth(text: str) -> int:
     return parse_budget(amount, None, what="bandwidth")
 
 
-def is_percentage(budget: int | str | None) -> bool:
+def is_percentage(budget: float | str | None) -> bool:
     return isinstance(budget, str) and budget.strip().endswith("%")
 
 
 def is_amount(value: object) -> bool:
     """Whether ``value`` is a number from 0 on."""
-    return not isinstance(value, bool) and isinstance(value, numbers.Real) and float(value) >= 0
+    return _is_real(value) and float(value) >= 0
+
+
+def _is_real(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a number, Python's or NumPy's."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -44,3 +46,28 @@ def test_compiled_modules_with_parameters_are_refused_for_that() -> None:
     with pytest.raises(lowtide.CaptureError, match=r"module '1' is compiled \(torch.jit\) and has parameters"):
         capture(_with_compiled(torch.jit.script(nn.Linear(8, 8))), (torch.randn(3, 4),))
     capture(_with_compiled(torch.jit.script(nn.GELU())), (torch.randn(3, 4),))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_models_with_compiled_modules_run_in_parts(caplog: pytest.LogCaptureFixture) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 8))
+        return nn.Sequential(block, torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 4))
+
+    model, plain, x = made(), made(), torch.randn(64, 4)
+    lowtide.rematerialize(model, (x,), budget="100%")
+    for one in (model, plain):
+        one(x).square().sum().backward()
+    assert "module '1' is compiled (torch.jit) and has parameters" in caplog.text
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in pairs if one.grad is not None and other.grad is not None
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("verb", [lowtide.rematerialize, lowtide.plan])
+def test_a_model_that_is_compiled_as_a_whole(verb: Any) -> None:
+    with pytest.raises(lowtide.PlanError, match=r"takes the module that a RecursiveScriptModule was compiled from"):
+        verb(torch.jit.script(nn.Linear(8, 8)), (torch.randn(3, 8),), budget="100%")

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from lowtide.errors import PlanError
 from lowtide.memory import cpu_allocator, meter
 from lowtide.memory.meter import allocation_peak, measure
 
@@ -25,6 +26,11 @@ def test_peak_and_final_level_are_exact() -> None:
     assert (measurement.peak_bytes, measurement.final_bytes) == (1504, 503)
     assert [level for _, level in measurement.timeline] == [1001, 1504, 503]
     assert allocation_peak(call) == (1504, 503)
+
+
+def test_what_cannot_be_called() -> None:
+    with pytest.raises(PlanError, match=r"measure takes a function .*, not a Tensor: measure\(step\)"):
+        measure(torch.ones(1))  # type: ignore[arg-type]
 
 
 def test_arguments_are_passed_and_time_is_positive() -> None:

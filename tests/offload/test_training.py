@@ -248,7 +248,7 @@ def test_the_second_memory_holds_no_more_than_its_budget(quick: str) -> None:
         ({"offload": "cpu"}, 'use "disk"'),
         ({"offload": "disk", "arena": True}, "give one of them"),
         ({"offload_budget": "1GiB"}, "offload_budget= needs offload="),
-        ({"offload": "disk", "offload_budget": "much"}, "is not a offload_budget|not a"),
+        ({"offload": "disk", "offload_budget": "much"}, "is not an offload_budget"),
     ],
 )
 def test_what_makes_no_sense(options: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from lowtide.program.distributed.sharded import Unit, begun, is_sharded
 
 _PLAIN = frozenset((nn.Parameter, torch.Tensor, type(None)))
 _REGISTRIES = tuple(map(operator.attrgetter, ("_parameters", "_buffers", "_modules")))
+_DICTIONARIES = frozenset((dict, OrderedDict))
 _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
 
 
@@ -94,6 +96,8 @@ class StateReader:
         modules = _modules(model)
         registries = [registry for read in _REGISTRIES for registry in map(read, modules)]
         sizes, filled = [*map(len, registries)], [*filter(None, registries)]
+        if not _DICTIONARIES.issuperset(map(type, filled)):  # but views of what is compiled (torch.jit)
+            return model_state(model)
         keys: list[Any] = [*itertools.chain.from_iterable(filled)]
         held: list[Any] = [*itertools.chain.from_iterable(map(_IN_ORDER, filled))]
         if is_sharded(model) or not _PLAIN.issuperset(map(type, held[: sum(sizes[: -len(modules)])])):

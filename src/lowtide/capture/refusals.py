@@ -172,3 +172,8 @@ def require_module(model: object, verb: str) -> None:
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise PlanError(f"{verb} takes a torch.nn.Module, not {given}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PlanError(
+            f"{verb} takes the module that a {type(model).__name__} was compiled from (torch.jit): what compiled code reads is "
+            "not seen."
+        )

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from lowtide.device import Accelerator, accelerator_in_use, accelerators
+from lowtide.errors import PlanError
 from lowtide.memory import cpu_allocator
 from lowtide.memory.allocators import PeakWindow, accelerator_meter, reserved_meter
 from lowtide.memory.measurement import Measurement
@@ -34,8 +35,13 @@ def measure(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Measurement
 
     The bytes are those of the accelerator (a CUDA device, say) on which the call allocated, of several the one on which it
     took most, else those of the CPU. What an earlier measurement in another thread allocates meanwhile is counted too: the
-    allocator is one.
+    allocator is one. Raises ``PlanError`` for what cannot be called.
     """
+    if not callable(fn):
+        raise PlanError(
+            f"measure takes a function that runs what is to be measured, not a {type(fn).__name__}: measure(step), with the "
+            "arguments of step behind it, instead of measure(step())."
+        )
     collect_garbage()
     used = [] if accelerator_in_use() is None else [each for each in accelerators() if each.has_statistics]
     if not used:

@@ -168,8 +168,8 @@ def make_curve(
     ``known``: what other plans of the graph reached; their budgets are points as well. ``budgets``: instead of ``points``,
     these bytes; those that ``planner`` does not meet are left out.
     """
-    if not 2 <= points <= _MOST_POINTS:
-        raise PlanError(f"a curve has from 2 to {_MOST_POINTS} points, not {points}: each is a plan of its own.")
+    if not (isinstance(points, int) and 2 <= points <= _MOST_POINTS):
+        raise PlanError(f"a curve has from 2 to {_MOST_POINTS} points, not {points!r}: each is a plan of its own.")
     whole = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     base = plain_time_ns(graph, costs)
     needed = [graph.ops[op] for op in needed_ops(graph)]
