@@ -410,6 +410,35 @@ def test_two_calls_before_their_backward_passes(together: bool) -> None:
     _assert_same(plain, planned)
 
 
+class _OnAnother(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_two_planned_models_with_the_same_parameters(swapped: bool) -> None:
+    """One loss of both: each gradient of what they share is a sum, which neither may use before the other has added to it."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    plain = nn.ModuleList([_OnAnother(encoder), _OnAnother(encoder)])
+    planned = copy.deepcopy(plain)
+    pairs = [(both, _sgd(both)) for both in (plain, planned)]
+    for one in planned:
+        lowtide.rematerialize(one, (_batch(0),), budget="100%", planner="keep-all", optimizer=pairs[1][1])
+    for seed in range(3):
+        for both, optimizer in pairs:
+            first, second = reversed(both) if swapped else both
+            (first(_batch(seed)) + 2 * second(_batch(10 + seed))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            _step(first, optimizer, _batch(20 + seed))  # alone it updates as it goes
+    _assert_same(*pairs)
+
+
 def test_asking_for_gradients_updates_nothing() -> None:
     plain, planned = _pair(_sgd)
     wanted = [

@@ -28,6 +28,7 @@ from lowtide.runtime.updates.leaves import accelerate_accumulates, accumulates, 
 from lowtide.runtime.updates.moving_gradients import MovingGradients
 from lowtide.runtime.updates.moving_states import MovingStates, saved_whole
 from lowtide.runtime.updates.optimizer_step import ParameterStep, plain_step, step_for, values_of
+from lowtide.runtime.updates.other_passes import OtherPasses
 from lowtide.runtime.updates.spent import SpentGradient, SpentGradients, fill_zeroed
 
 _LOG = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class UpdatingOptimizer:
         self.accumulating = 0
         self._refusals = _MOST_REFUSALS if keeps and gradients is None else 0
         self._said: set[str] = set()
-        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._passes = OtherPasses()
         self._updated: dict[int, torch.Tensor] = {}  # since the last step of the optimizer
         self._versions: dict[int, int] = {}  # of these
         self._skipped: set[int] = set()  # of these, those that a pass which failed has updated
@@ -68,7 +69,6 @@ class UpdatingOptimizer:
         self._used: dict[int, dict[str, Any]] = {}  # by group: the values that updates were made with
         self._groups: dict[int, tuple[int, dict[str, Any]]] = {}  # by parameter: its group
         self._under_way: Any = None
-        self._keeping_task = -1  # the latest backward pass, by its number, in which gradients were kept
         self._known = {id(parameter) for parameter in optimizer.state}  # that had a state after the last step
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -169,7 +169,7 @@ class UpdatingOptimizer:
 
     def called(self, call: Call) -> None:
         """A forward pass of the model has run."""
-        self._calls.add(call)
+        self._passes.called(call)
 
     def begin(self, call: Call, node: Any, updated: Sequence[int]) -> bool:
         """Whether the backward pass that has come to ``call``, to ``node`` in the graph of autograd, may update the flat inputs
@@ -180,7 +180,7 @@ class UpdatingOptimizer:
         if self.gradients is not None:
             self.gradients.begin()
         if not updated:  # its gradients are kept, and so are those that others add to them
-            self._keeping_task = torch._C._current_graph_task_id()
+            self._passes.keeps(call.inputs)
             return False
         groups = self._find_groups()
         parameters = [call.inputs[position] for position in updated]
@@ -188,7 +188,7 @@ class UpdatingOptimizer:
         if reason is not None:
             self._refusals += not self.accumulating
             fill_zeroed(self.optimizer)
-            self._keeping_task = torch._C._current_graph_task_id()
+            self._passes.keeps(parameters)
             self.say(f"{reason}; this pass runs forward again without updates")
             return False
         if self._updated.keys() - self._skipped:
@@ -215,9 +215,8 @@ class UpdatingOptimizer:
         """Why this backward pass may not update."""
         if self.accumulating and self.gradients is None:
             return "it runs inside lowtide.accumulating"
-        waiting = any(other is not call and other.generator is not None for other in self._calls)
-        if waiting or self._keeping_task == torch._C._current_graph_task_id():
-            return "another forward pass of the model waits for its backward pass, which adds to the same gradients"
+        if self._passes.add_to(parameters, call):
+            return "another forward pass with these parameters waits for its backward pass, which adds to the same gradients"
         if any(map(has_hooks, parameters)):
             return "hooks on parameters are to see their gradients"
         places = accumulating_nodes(node)
