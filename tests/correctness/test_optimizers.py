@@ -328,6 +328,17 @@ def test_what_reads_gradients_is_told_that_they_are_gone(
         read(model, optimizer)
 
 
+@pytest.mark.parametrize("make", [optim.AdamW, optim.SGD])
+def test_a_step_of_another_optimizer_is_told_too(make: Callable[..., optim.Optimizer]) -> None:
+    _, (model, optimizer) = _pair(_sgd)
+    _step(model, optimizer, _batch(0))
+    other = make(model.parameters(), lr=0.1)
+    with pytest.raises(
+        lowtide.ExecutionError, match=r"for the step of another optimizer .* call lowtide.restore\(model\)"
+    ):
+        _step(model, other, _batch(1))
+
+
 def test_hooks_before_the_step_are_told_too() -> None:
     _, (model, optimizer) = _pair(_sgd)
     _step(model, optimizer, _batch(0))

@@ -62,7 +62,8 @@ class SpentGradient(torch.Tensor):
             f"{func} needs the gradient of a parameter of shape {list(_shape(args))}, but its optimizer has updated the "
             "parameter with it in the backward pass already, and it is gone. For what needs gradients between backward() and "
             "step() (clipping by their norm, GradScaler, logging), give lowtide.rematerialize keep_gradients=True, or run the "
-            "forward and backward pass inside lowtide.accumulating(model)."
+            "forward and backward pass inside lowtide.accumulating(model); for the step of another optimizer (of a next stage "
+            "of training), call lowtide.restore(model) before it, and lowtide.rematerialize with that one."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
