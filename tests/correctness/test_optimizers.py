@@ -618,6 +618,27 @@ def test_restore_ends_it() -> None:
     _assert_same(plain, planned)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"keep_gradients": True}, {"total_budget": "1MiB", "offload": "disk"}], ids=str
+)
+def test_a_model_may_be_restored_between_its_passes(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    planned = copy.deepcopy(plain)
+    pairs = [(model, _sgd(model)) for model in (plain, planned)]
+    budget = {} if "total_budget" in options else {"budget": "100%"}
+    lowtide.rematerialize(planned, (_batch(0),), planner="keep-all", optimizer=pairs[1][1], **(budget | options))
+    for seed in range(3):
+        for model, optimizer in pairs:
+            loss = model(_batch(seed))
+            if model is planned and seed == 1:
+                lowtide.restore(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    _assert_same(*pairs)
+
+
 def test_a_model_may_be_moved_between_steps() -> None:
     plain, planned = _pair(_sgd)
     for model, optimizer in (plain, planned):

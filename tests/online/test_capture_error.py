@@ -217,8 +217,24 @@ def test_bad_settings_are_refused() -> None:
         lowtide.rematerialize(model, (inputs,), budget="1MiB", on_capture_error="error")
 
 
+def test_gradients_that_arrive_otherwise_than_planned_inside() -> None:
+    """A sum's, and those of a pass that runs twice: what comes to them elsewhere is a capture."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 16))
+    plain, x = copy.deepcopy(model), torch.randn(8, 16)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    for one in (model, plain):
+        torch.manual_seed(1)
+        with lowtide.online("1MiB"), lowtide.checked(every=1):
+            loss = one(x).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
 def test_nothing_is_planned_inside() -> None:
-    """Calls of other shapes than the planned ones run within the online budget."""
+    """Calls run within the online budget, those of planned shapes, too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     plain = copy.deepcopy(model)

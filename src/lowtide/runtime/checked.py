@@ -26,7 +26,7 @@ class checked:
     Guards compare what the model's Python code read when it was captured. Where that code depends on what no guard sees
     (a clock, the state of a native extension, variables of an installed library), a plan goes stale unnoticed; here it
     is noticed. A check takes a capture; it changes neither the model nor any random generator. Contexts nest, and the
-    innermost counts.
+    innermost counts. Calls inside of ``lowtide.online`` run without plans, and are not checked.
 
     Raises ``ExecutionError`` from the call that would have run a stale plan, with what differs, and ``PlanError`` where
     ``every`` is no positive integer.

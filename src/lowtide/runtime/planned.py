@@ -104,6 +104,9 @@ class Planned(Programs):
             model.forward, args = self, args[1:]
         if not self._is_trained() or not torch.is_grad_enabled():
             return self._run_as_it_is(args, kwargs)
+        if is_inside():
+            _LOG.info("%s runs without a plan inside lowtide.online: within that budget", type(model).__name__)
+            return self._run_as_it_is(args, kwargs)
         if is_transformed():
             if not self._said_transformed:
                 self._said_transformed = True
@@ -283,7 +286,6 @@ class Planned(Programs):
         """A planned program for a call that none is known for; ``None`` where eager was asked for, or the online mode is
         there. ``expected``: how its first checks of values go, where that is why."""
         if is_inside():
-            _LOG.info("%s is not planned inside lowtide.online: it runs within that budget", type(self.model).__name__)
             return None
         if self.entries and self.settings.on_new_signature != "plan":
             self._refuse(key, inputs)

@@ -78,8 +78,8 @@ class UpdatingOptimizer:
 
     def end(self) -> None:
         """Nothing is updated any more."""
-        for hook in self._hooks:
-            hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
         self._show(None)
         if self.gradients is not None:
             self.gradients.bring_home()
@@ -213,6 +213,8 @@ class UpdatingOptimizer:
 
     def _refused(self, call: Call, node: Any, parameters: Sequence[torch.Tensor]) -> str | None:
         """Why this backward pass may not update."""
+        if not self._hooks:
+            return "the model was restored after its forward pass"
         if self.accumulating and self.gradients is None:
             return "it runs inside lowtide.accumulating"
         if self._passes.add_to(parameters, call):
