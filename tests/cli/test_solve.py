@@ -213,6 +213,17 @@ def test_bad_input(instance: str, arguments: list[str], message: str, capsys: py
     assert printed == ""
 
 
+@pytest.mark.parametrize("content", ["{}", '{"format": "lowtide-dag/1", "name": 3}'])
+def test_which_file_is_no_graph(
+    instance: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(content)
+    for arguments in (["solve", str(wrong), "--budget", "50%"], ["compare", instance, str(wrong), "--budgets", "50%"]):
+        assert main(arguments) == 2
+        assert f"lowtide: {wrong}: " in capsys.readouterr().err
+
+
 def test_bad_usage(instance: str) -> None:
     both = ["solve", instance, "--budget", "50%", "--min-peak"]
     for arguments in ([], ["solve"], ["solve", instance], both, ["compare", instance], ["frobnicate"]):

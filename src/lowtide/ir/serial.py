@@ -300,12 +300,15 @@ def schedule_from_json(data: dict[str, Any]) -> Schedule:
 
 
 def load_instance(path: str | Path) -> tuple[Graph, Costs]:
-    """Graph and costs from a file: ``lowtide-dag``, ``lowtide-graph``, or a saved plan."""
+    """Graph and costs from a file: ``lowtide-dag``, ``lowtide-graph``, or a saved plan. Errors name it."""
     data = read_json(path)
     if isinstance(data.get("graph"), dict):
         data = data["graph"]
-    expect_format(data, DAG_FORMAT, GRAPH_FORMAT)
-    return graph_from_json(data) if "storages" in data else dag_from_json(data)
+    try:
+        expect_format(data, DAG_FORMAT, GRAPH_FORMAT)
+        return graph_from_json(data) if "storages" in data else dag_from_json(data)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
