@@ -138,6 +138,32 @@ def test_total_budget_counts_what_is_there() -> None:
         lowtide.rematerialize(make(_network), *rows(512)(0), total_budget=resident, planner="greedy")
 
 
+class _Wide(nn.Module):
+    """Of a large argument, two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(1024, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean(1), x.tanh()
+
+
+def test_a_plan_for_gradients_that_arrive_otherwise_is_given_as_much() -> None:
+    """It is made in the backward pass, without memory for what the call was given, which counts in a total budget."""
+    model, x = _Wide(), torch.randn(1024, 1024)
+    resident = x.nbytes + 4 * sum(parameter.nbytes for parameter in model.parameters())
+    lowtide.rematerialize(model, (x,), total_budget=resident + 6 * 1024 * 64 * 4)
+    (first,) = lowtide.plans(model)
+    peak_bytes = lowtide.measure(lambda: model(x)[0].sum().backward()).peak_bytes
+    (second,) = lowtide.plans(model)
+    assert second is not first and second.budget_bytes == first.budget_bytes
+    assert peak_bytes <= first.budget_bytes
+
+
 @pytest.mark.parametrize("gradients", ["absent", "present"])
 def test_peak_with_and_without_existing_gradients(gradients: str) -> None:
     """With ``.grad`` present the new gradients come one after the other and are gone when added."""

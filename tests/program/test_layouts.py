@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+import lowtide
 from lowtide.program import layouts
 
 
@@ -44,7 +45,11 @@ def test_strides_of_dimensions_of_size_1_do_not_matter() -> None:
 
 
 def test_a_tensor_without_memory() -> None:
-    like = torch.randn(4, 6, requires_grad=True)[:, ::2]
-    hollow = layouts.without_memory(like)
+    like = torch.randn(400, 6, requires_grad=True)[3:, ::2]
+    made: list[torch.Tensor] = []
+    assert lowtide.measure(lambda: made.append(layouts.without_memory(like))).peak_bytes == 0
+    (hollow,) = made
     assert (hollow.shape, hollow.stride(), hollow.requires_grad) == (like.shape, like.stride(), True)
-    assert hollow.untyped_storage().nbytes() == 0
+    assert (hollow.storage_offset(), hollow.untyped_storage().nbytes()) == (18, 400 * 6 * 4)
+    empty = layouts.hollow(like.shape, like.stride(), like.dtype, like.device)
+    assert layouts.without_memory(empty).stride() == like.stride()

@@ -84,12 +84,19 @@ def empty(meta: Any) -> torch.Tensor:
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in the layout of ``tensor`` that has no memory behind it: only its shape, strides and type may be read."""
-    return hollow(tensor.shape, tensor.stride(), tensor.dtype, tensor.device).requires_grad_(tensor.requires_grad)
+    """A tensor in the layout of ``tensor`` that has no memory behind it: only its layout, its type and the size of its storage,
+    which is as large, may be read. No memory is taken to make it."""
+    shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    nbytes = tensor.untyped_storage().nbytes()
+    if nbytes < (offset + span_elements(shape, stride)) * tensor.itemsize:  # it has none itself
+        return hollow(shape, stride, tensor.dtype, tensor.device).requires_grad_(tensor.requires_grad)
+    storage = torch._C._construct_storage_from_data_pointer(0, tensor.device, nbytes)
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(storage, offset, shape, stride).requires_grad_(tensor.requires_grad)
 
 
 def hollow(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same in any layout."""
+    """A tensor in any layout, whose storage is empty."""
     made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     made.untyped_storage().resize_(0)
     return made

@@ -1,9 +1,9 @@
 """A fake tensor mode that knows the answers to questions about masks and positions.
 
 Models ask data-dependent questions about integer inputs ("is this mask all ones?"). Plain fake tensors cannot answer;
-telling the model that it is being compiled makes it take another path than eager does. So this mode carries, beside
-each fake tensor, the real value of every tensor that derives only from constants and from integer or boolean inputs,
-together with how it was computed. A question is answered from that value and remembered as a ``Question``, which later
+telling the model that it is being compiled makes it take another path than eager does. So this mode notes, beside
+each fake tensor that derives only from constants and from integer or boolean inputs, how it was computed, which tells its
+real value (``KnownValues``). A question is answered from that value and remembered as a ``Question``, which later
 calls evaluate again on their own inputs: another answer is another program. Questions about floating activations or
 fresh random numbers cannot be answered and raise ``CaptureError``.
 """
@@ -33,9 +33,10 @@ from torch.utils._mode_utils import no_dispatch
 from lowtide.capture.trace import fake_kernels as fakes
 from lowtide.capture.trace import results
 from lowtide.capture.trace.expected import COMPARISONS, QUESTIONS, Expectations, all_of, fold_uniform, note_expected
+from lowtide.capture.trace.known_values import KnownValues, elements
 from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, tensors_among, with_strides
-from lowtide.capture.trace.sizes import SYMBOLIC, SymbolicSizes, hashable, hint
+from lowtide.capture.trace.sizes import SYMBOLIC, SymbolicSizes, hashable
 from lowtide.errors import CaptureError
 from lowtide.program.layouts import copies_storage
 from lowtide.program.source import user_source
@@ -60,6 +61,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._seen: set[Any] = set()
         self._interned: dict[Any, Provenance] = {}
         self._constants: dict[int, tuple[torch.Tensor, Provenance]] = {}  # by id, which lasts as long as the tensor
+        self.values = KnownValues()
         self._answering: list[weakref.ref[torch.Tensor]] = []
         self.kept_results: dict[Any, Any] = {}  # of symbolic sizes, see ``results``
         self.cache_enabled = sizes is None  # PyTorch's own, which takes long there
@@ -69,6 +71,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Free the known values, and weak references to real tensors, which cannot be swapped as long as there are any: what a
         finished trace made waits in reference cycles for Python's collector."""
         self.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+        self.values.clear()
         for ref in self._answering:
             fake = ref()
             if fake is not None and hasattr(fake, "_lowtide_known"):
@@ -80,7 +83,9 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         number = real.dim() == 0 and real.device.type == "cpu" and not state and not real.requires_grad
         if real.is_complex() or (real.is_floating_point() and not number) or real.device.type == "meta":
             return
-        self._attach(fake, real, self._intern(("input", position), Provenance(leaf=position, depends_on_input=True)))
+        known = self._intern(("input", position), Provenance(leaf=position, depends_on_input=True))
+        self.values.give(known, real)
+        self._attach(fake, known)
 
     def dispatch(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         self._depth += 1
@@ -95,7 +100,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return all_of(func, args, kwargs)
         if func in QUESTIONS:
             return self._answer(func, args, kwargs)
-        real, known = self._known_result(func, args, kwargs)
+        known = self._known_result(func, args, kwargs)
         if func is _ATEN.bernoulli.p and is_empty(args[0]):
             return super().dispatch(_ATEN.empty_like.default, types, args[:1], {})  # see targets.bernoulli
         if func is _ATEN._grouped_mm.default and args[0].dtype is not torch.bfloat16:
@@ -115,16 +120,16 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         key = None if known is not None else results.key_of(self, func, args, kwargs)
         result = None if key is None else results.known(self, key, args)
         if result is None:
-            result = self._computed(func, types, args, kwargs, real, known)
+            result = self._computed(func, types, args, kwargs, known)
             if known is not None:
-                self._attach_results(func, result, real, known)
+                self._attach_results(result, known)
                 return result
             if key is not None:
                 results.keep(self, key, args, result)
         return self._described(func, args, result)
 
     def _computed(
-        self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any], real: Any, known: Provenance | None
+        self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any], known: Provenance | None
     ) -> Any:
         """By the fake kernel, with the layouts that the real one returns."""
         try:
@@ -133,7 +138,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if known is None:
                 raise _unanswerable(func) from error
-            result = self._concrete_result(func, real, known)
+            result = self._concrete_result(func, known)
         if known is not None:
             return result
         if func in fakes.NORMS:
@@ -158,19 +163,21 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             raise _BypassDispatchCache("copies a storage")
 
     def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        real, known = self._known_result(func, args, kwargs)
+        known = self._known_result(func, args, kwargs)
         if known is None:
             answer = self.expectations.next_answer(args[0]) if self.rehearses else None
             if answer is None:
                 raise _unanswerable(func)
             return answer
+        real = self.values.of(known)
         if known.depends_on_input:
             subject = known.args[0] if func is _ATEN._local_scalar_dense.default else known
             self._remember(subject, "item" if subject is not known else "bool", real)
         return real
 
-    def _concrete_result(self, func: Any, real: Any, known: Provenance) -> Any:
+    def _concrete_result(self, func: Any, known: Provenance) -> Any:
         """The result of an operator whose shape depends on known data: the shape becomes a question."""
+        real = self.values.of(known)
         if not isinstance(real, torch.Tensor):
             raise _unanswerable(func)
         fake: torch.Tensor = (
@@ -185,10 +192,10 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _ctc_loss(self, args: Sequence[Any]) -> Any:
         """The table's size depends on the longest target: a question."""
         longest = torch.ops.aten.max.default
-        real, known = self._known_result(longest, (args[3],), {})
+        known = self._known_result(longest, (args[3],), {})
         if known is None:
             raise _unanswerable(_ATEN._ctc_loss.Tensor)
-        longest_target = int(real)
+        longest_target = int(self.values.of(known))
         if known.depends_on_input:
             self._remember(known, "item", longest_target)
         with self:
@@ -200,56 +207,40 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._seen.add(key)
             self.questions.append(Question(known, ask, answer, user_source()))
 
-    def _known_result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Provenance | None]:
-        """The real result of ``func`` and its provenance, where every tensor argument is known."""
+    def _known_result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Provenance | None:
+        """How the result of ``func`` is computed, where every tensor argument is known."""
         folded = fold_uniform(func, args)
         if folded is not None:
-            return folded, Provenance(constant=folded)
+            return Provenance(constant=folded)
         if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
-            return None, None
+            return None
         if func._schema.name.split("::")[1] in UNINITIALISED or func.namespace not in ("aten", "prims"):
-            return None, None
+            return None
         if any(type(one) is FakeTensor and not hasattr(one, "_lowtide_known") for one in tensors_among(args)):
-            return None, None  # as of most operators
+            return None  # as of most operators
         flat, spec = pytree.tree_flatten((tuple(args), kwargs))
-        pairs = [self._known_tensor(leaf) if isinstance(leaf, torch.Tensor) else (leaf, leaf) for leaf in flat]
-        known_pairs = [pair for pair in pairs if pair is not None]
-        if len(known_pairs) < len(pairs):
-            return None, None
+        knowns = [self._known_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        if any(known is None and isinstance(leaf, torch.Tensor) for known, leaf in zip(knowns, flat, strict=True)):
+            return None
         if not any(isinstance(leaf, torch.Tensor) for leaf in flat) and not _small_factory(args):
-            return None, None
-        reals, knowns = [real for real, _ in known_pairs], [known for _, known in known_pairs]
+            return None
+        if func._schema.is_mutable:
+            _forget(flat)
+            return None
         depends = any(
             known.depends_on_input if isinstance(known, Provenance) else isinstance(known, SYMBOLIC) for known in knowns
         )
         keys = [known if isinstance(known, Provenance) else (type(known), hashable(known)) for known in knowns]
-        if func._schema.is_mutable:
-            return self._known_mutation(func, flat)
-        # What a model on the meta device computes from constants alone is known too: on the CPU.
-        reals = [torch.device("cpu") if isinstance(r, torch.device) and r.type == "meta" else hint(r) for r in reals]
-        real_args, real_kwargs = pytree.tree_unflatten(reals, spec)
-        with no_dispatch(), torch.no_grad():
-            real = func(*real_args, **real_kwargs)
-        if isinstance(real, torch.Tensor) and real.numel() > _MAXIMUM_ELEMENTS:
-            return None, None
         known_args, known_kwargs = pytree.tree_unflatten(knowns, spec)
         fresh = Provenance(func, known_args, known_kwargs, depends_on_input=depends)
-        return real, self._intern((func, tuple(keys), spec), fresh)
+        return self._intern((func, tuple(keys), spec), fresh)
 
-    def _known_mutation(self, func: Any, flat: list[Any]) -> tuple[Any, None]:
-        """A tensor that is written in place is no longer known."""
-        for leaf in flat:
-            if isinstance(leaf, FakeTensor) and hasattr(leaf, "_lowtide_known"):
-                del leaf._lowtide_known
-        return None, None
-
-    def _known_tensor(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Provenance] | None:
+    def _known_tensor(self, tensor: torch.Tensor) -> Provenance | None:
         if isinstance(tensor, FakeTensor):
             return getattr(tensor, "_lowtide_known", None)
         if type(tensor) is torch.Tensor and tensor.numel() <= _MAXIMUM_ELEMENTS and tensor.device.type != "meta":
-            value = tensor.detach()
-            constant = Provenance(constant=value, depends_on_input=True)  # it may be written in place
-            return value, self._constants.setdefault(id(tensor), (tensor, constant))[1]
+            constant = Provenance(constant=tensor.detach(), depends_on_input=True)  # it may be written in place
+            return self._constants.setdefault(id(tensor), (tensor, constant))[1]
         return None
 
     def _intern(self, key: Any, known: Provenance) -> Provenance:
@@ -268,28 +259,32 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         ):
             return
         if fake.numel() <= _MAXIMUM_ELEMENTS:
-            zeros = torch.zeros(fake.shape, dtype=fake.dtype)
-            self._attach(fake, zeros, Provenance(constant=zeros))
+            shape = tuple(fake.shape)
+            self._attach(
+                fake, self._intern((shape, fake.dtype), Provenance(torch.zeros, (shape,), {"dtype": fake.dtype}))
+            )
 
-    def _attach_results(self, func: Any, result: Any, real: Any, known: Provenance) -> None:
-        if isinstance(result, FakeTensor) and isinstance(real, torch.Tensor):
-            self._attach(result, real, known)
+    def _attach_results(self, result: Any, known: Provenance) -> None:
+        if isinstance(result, FakeTensor):
+            if elements(result) <= _MAXIMUM_ELEMENTS:
+                self._attach(result, known)
+                self.values.made(known, result)
         elif isinstance(result, (tuple, list)):
-            for index, (fake, value) in enumerate(zip(result, real, strict=False)):
-                if isinstance(fake, FakeTensor) and isinstance(value, torch.Tensor):
-                    self._attach(fake, value, self._intern((known, index), replace(known, output=index)))
+            for index, fake in enumerate(result):
+                if isinstance(fake, FakeTensor):
+                    self._attach_results(fake, self._intern((known, index), replace(known, output=index)))
 
-    def _attach(self, fake: torch.Tensor, real: torch.Tensor, known: Provenance) -> None:
-        fake._lowtide_known = (real, known)  # type: ignore[attr-defined]
+    def _attach(self, fake: torch.Tensor, known: Provenance) -> None:
+        fake._lowtide_known = known  # type: ignore[attr-defined]
         self._answering.append(weakref.ref(fake))
 
 
 def known_value(traced: torch.Tensor, constant: bool = False) -> torch.Tensor | None:
     """The real value of a traced tensor that derives only from constants and integer inputs, or only from constants; else
     ``None``."""
-    fake = traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
-    real, known = getattr(fake, "_lowtide_known", (None, None))
-    return None if constant and known is not None and not known.is_constant() else real
+    fake: Any = traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
+    known = getattr(fake, "_lowtide_known", None)
+    return None if known is None or (constant and not known.is_constant()) else fake.fake_mode.values.of(known)
 
 
 def read_values(traced: torch.Tensor) -> torch.Tensor | None:
@@ -297,11 +292,18 @@ def read_values(traced: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(traced, (FakeTensor, FunctionalTensor)):
         return traced
     fake: Any = traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
-    real, known = getattr(fake, "_lowtide_known", (None, None))
+    real, known = known_value(fake), getattr(fake, "_lowtide_known", None)
     if real is not None and known is not None and known.depends_on_input:
         with no_dispatch():
             fake.fake_mode._remember(known, "values", real.tolist())
     return real
+
+
+def _forget(leaves: Sequence[Any]) -> None:
+    """What is written in place is no longer known."""
+    for leaf in leaves:
+        if isinstance(leaf, FakeTensor) and hasattr(leaf, "_lowtide_known"):
+            del leaf._lowtide_known
 
 
 def is_empty(fake: torch.Tensor) -> bool:

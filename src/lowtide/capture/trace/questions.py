@@ -38,6 +38,17 @@ class Provenance:
             isinstance(leaf, SYMBOLIC) for known in self._behind() for leaf in _leaves(known)
         )
 
+    def parents(self) -> list[Provenance]:
+        """What its operator reads, each as often as it does."""
+        return [leaf for leaf in _leaves(self) if isinstance(leaf, Provenance)]
+
+    def computed(self, value_of: Callable[[Any], Any], among: tuple[type, ...] = ()) -> Any:
+        """By its operator, from ``value_of`` its parents and those of its arguments that are ``among`` these."""
+        args, kwargs = map_leaves((self.args, self.kwargs), (Provenance, *among), value_of)
+        assert self.function is not None
+        result = self.function(*args, **kwargs)
+        return result if self.output is None else result[self.output]
+
     def _behind(self) -> Iterable[Provenance]:
         """It, and all that it was computed from."""
         found: dict[int, Provenance] = {}
@@ -46,7 +57,7 @@ class Provenance:
             known = waiting.pop()
             if id(known) not in found:
                 found[id(known)] = known
-                waiting += [leaf for leaf in _leaves(known) if isinstance(leaf, Provenance)]
+                waiting += known.parents()
         return found.values()
 
 
@@ -90,8 +101,5 @@ def _evaluate(known: Provenance, inputs: Sequence[torch.Tensor], memo: dict[int,
         return known.constant
     key = id(known)
     if key not in memo:
-        args, kwargs = map_leaves((known.args, known.kwargs), Provenance, lambda one: _evaluate(one, inputs, memo))
-        assert known.function is not None
-        result = known.function(*args, **kwargs)
-        memo[key] = result if known.output is None else result[known.output]
+        memo[key] = known.computed(lambda one: _evaluate(one, inputs, memo))
     return memo[key]

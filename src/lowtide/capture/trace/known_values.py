@@ -1,0 +1,111 @@
+"""Real values of the tensors that derive only from constants and from integer or boolean inputs, while a call is traced.
+
+A model makes masks as large as its activations, and asks few of them anything. So small values are at hand, and larger ones are
+computed where they are asked for, from how they were made. A call that is captured within a step takes little memory so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from lowtide.capture.trace.questions import Provenance
+from lowtide.capture.trace.sizes import SYMBOLIC, hint
+
+_SMALL_BYTES = 1 << 14
+_RECENT_BYTES = 1 << 20  # of larger ones that were asked for, together
+
+
+class KnownValues:
+    """``of`` a known tensor: its value in the call that is traced."""
+
+    def __init__(self) -> None:
+        self._small: dict[Provenance, Any] = {}
+        self._recent: OrderedDict[Provenance, torch.Tensor] = OrderedDict()
+
+    def give(self, known: Provenance, real: torch.Tensor) -> None:
+        """Of an input."""
+        self._small[known] = real
+
+    def made(self, known: Provenance, fake: torch.Tensor) -> None:
+        """An operator has made ``fake``."""
+        if _bytes(fake) <= _SMALL_BYTES and all(map(self._is_at_hand, known.parents())):
+            self.of(known)
+
+    def of(self, known: Provenance) -> Any:
+        if self._is_at_hand(known):
+            return self._at_hand(known)
+        with contextlib.ExitStack() as stack:  # as within an operator, wherever it is asked for
+            for context in (no_dispatch, torch.no_grad, torch._C._DisableAutocast, torch._C.DisableTorchFunction):
+                stack.enter_context(context())
+            real = self._computed(known)
+        self._keep(known, real)
+        return real
+
+    def clear(self) -> None:
+        self._small.clear()
+        self._recent.clear()
+
+    def _is_at_hand(self, known: Provenance) -> bool:
+        return known.constant is not None or known in self._small or known in self._recent
+
+    def _at_hand(self, known: Provenance) -> Any:
+        if known.constant is not None:
+            return known.constant
+        if known in self._small:
+            return self._small[known]
+        self._recent.move_to_end(known)
+        return self._recent[known]
+
+    def _keep(self, known: Provenance, real: Any) -> None:
+        nbytes = _bytes(real) if isinstance(real, torch.Tensor) else 0
+        if nbytes <= _SMALL_BYTES:
+            self._small[known] = real
+        elif nbytes <= _RECENT_BYTES:
+            self._recent[known] = real
+            while sum(map(_bytes, self._recent.values())) > _RECENT_BYTES:
+                self._recent.popitem(last=False)
+
+    def _computed(self, known: Provenance) -> Any:
+        """From what is at hand. What comes between goes once all have read it."""
+        order, found = self._missing(known), dict[Provenance, Any]()
+        reads = Counter(parent for one in order for parent in one.parents())
+
+        def value_of(leaf: Any) -> Any:
+            if not isinstance(leaf, Provenance):
+                # What a model on the meta device computes from constants alone is known too: on the CPU.
+                return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else hint(leaf)
+            return found[leaf] if leaf in found else self._at_hand(leaf)
+
+        for one in order:
+            found[one] = one.computed(value_of, (*SYMBOLIC, torch.device))
+            reads.subtract(one.parents())
+            for parent in {*one.parents()}:
+                if not reads[parent]:
+                    found.pop(parent, None)
+        return found[known]
+
+    def _missing(self, known: Provenance) -> list[Provenance]:
+        """What has to be computed for it, in order."""
+        order: dict[Provenance, None] = {}
+        waiting = [known]
+        while waiting:
+            one = waiting[-1]
+            first = [parent for parent in one.parents() if parent not in order and not self._is_at_hand(parent)]
+            waiting += first
+            if not first:
+                order[waiting.pop()] = None
+        return [*order]
+
+
+def elements(tensor: torch.Tensor) -> int:
+    return int(math.prod(map(hint, tensor.shape)))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return elements(tensor) * tensor.itemsize
