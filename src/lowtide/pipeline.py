@@ -64,6 +64,7 @@ def captured_program(
         from lowtide.fusion import split_norms
 
         rewrites.append(split_norms)
+        known = dataclasses.replace(known or Known(), scalars=False)  # numbers are written into kernels
     if settings.chunked_loss:
         rewrites.append(functools.partial(chunk_losses, model, part=terms_from == 0))
     if terms_from is not None:

@@ -6,7 +6,7 @@ the model's own among the arguments is that one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +44,17 @@ def _flat(tree: Any, state: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor],
 
 
 def rebuilt(
-    arguments: Any, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    arguments: Any,
+    state: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    number: Callable[[structure.Changing], Any] = lambda one: one,
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """``(args, kwargs)`` of such a call of these ``tensors``, which get what belongs to them."""
+    """``(args, kwargs)`` of such a call of these ``tensors``, which get what belongs to them. ``number``: what it
+    has in the place of one that changes."""
+    if structure.changing(arguments):
+        arguments = structure.replaced(
+            arguments, lambda leaf: number(leaf) if isinstance(leaf, structure.Changing) else leaf
+        )
     (args, kwargs), attributes = structure.unflatten(arguments, [*state, *tensors])
     for tensor, own in zip(tensors, attributes, strict=False):  # the rest are in attributes themselves
         vars(tensor).update(own)

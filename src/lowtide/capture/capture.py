@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from lowtide.capture.arguments import flat_arguments
+from lowtide.capture.assembled import assembled
 from lowtide.capture.contract import Captured, Conditions, Contract
-from lowtide.capture.convert.convert import Converted, convert
+from lowtide.capture.convert.convert import convert
 from lowtide.capture.convert.nested_writes import merge_nested_writes
 from lowtide.capture.known import Known
-from lowtide.capture.model_state import State, model_state
+from lowtide.capture.model_state import model_state
 from lowtide.capture.python_state.effects import attribute_effects
 from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
 from lowtide.capture.python_state.effects.backward_effects import BackwardEffectError
@@ -32,7 +33,7 @@ from lowtide.capture.python_state.guards.compared import ComparedNumber, Compari
 from lowtide.capture.python_state.guards.counters import Readers
 from lowtide.capture.python_state.guards.external_effects import hooks_kept
 from lowtide.capture.python_state.guards.guards import Guards
-from lowtide.capture.python_state.guards.reads import Place, Read
+from lowtide.capture.python_state.guards.reads import Place, Read, read_of
 from lowtide.capture.python_state.paths import AttributePath, leaf, sharing
 from lowtide.capture.refusals import (
     capture_error,
@@ -50,19 +51,18 @@ from lowtide.capture.trace.joint import export_joint
 from lowtide.capture.trace.origins import period_of_casts
 from lowtide.capture.trace.packed import refuse_later_terms
 from lowtide.capture.trace.sizes import SymbolicSizes
-from lowtide.capture.traced_model import TracedCall, TracedModel, TracedRun
+from lowtide.capture.traced_model import TracedCall, TracedModel
 from lowtide.errors import CaptureError, LowtideError, NoGradientError
-from lowtide.ir import Graph
-from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.memory.collector import collector_held
 from lowtide.objects import structure
+from lowtide.objects.walk import current
 from lowtide.program.distributed.gathers import with_gathers
 from lowtide.program.distributed.local import with_own_sizes
-from lowtide.program.overwrites import with_overwrites
 from lowtide.program.program import Program
-from lowtide.program.results import GradientMask, Result
-from lowtide.program.roles import Gradient, Output
+from lowtide.program.results import GradientMask
+from lowtide.program.scalars import Taken, with_scalars, with_scalars_of
 
+Rewrite = Callable[[torch.fx.GraphModule], None]
 _LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
 
 
@@ -86,15 +86,16 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     mask: GradientMask | None = None,
-    rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
+    rewrite: Rewrite | None = None,
     known: Known | None = None,
     sizes: SymbolicSizes | None = None,
+    like: Captured | None = None,
 ) -> Captured:
     """The training program of ``model(*args, **kwargs)``, and its contract.
 
     ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is guessed, see
     ``gradient_mask.guess_mask``. ``rewrite`` may change the joint graph before it is converted. With ``sizes``, the program's
-    sizes are symbolic, see ``capture.family``.
+    sizes are symbolic, see ``capture.family``; ``like``: a capture with other sizes, which tells what numbers are inputs.
 
     The call is traced until a trace finds nothing that the next one should know. Raises ``CaptureError`` where the program
     depends on data in a way that cannot be answered before it runs, or uses something unsupported.
@@ -108,10 +109,46 @@ def capture(
         distinct = are_distinct(holders(arguments.leaves[0], (args, kwargs or {})))
         call = TracedCall(model, state, tensors, arguments, mask, sizes, distinct)
         known = known or Known()
-        attempt: _Trace | Known = replace(known, recorder=known.recorder or RandomRecorder())
-        while isinstance(attempt, Known):
-            attempt = _attempt(call, attempt)
-        return _finished(call, attempt, rewrite)
+        given = {read.place: read for read in map(read_of, structure.changing(arguments))}
+        recorder, scalars = known.recorder or RandomRecorder(), known.scalars and (sizes is None or like is not None)
+        known = replace(known, numbers={**known.numbers, **given}, recorder=recorder, scalars=scalars)
+        trace, known = _traced(call, known)
+        captured = _finished(call, trace, rewrite)
+        return _with_scalars(call, trace, captured, known, rewrite, like) if trace.traced.taken else captured
+
+
+def _with_scalars(
+    call: TracedCall, trace: _Trace, captured: Captured, known: Known, rewrite: Rewrite | None, like: Captured | None
+) -> Captured:
+    """A call of which operators take numbers that change, as one capture for all of them: traced with others in their place,
+    it must be the same program but for what follows from these. With symbolic sizes, these are where they are in a capture
+    ``like`` this one. Otherwise they are constants."""
+    if like is None:
+        trace, known = _traced(call, replace(known, moved=True))
+        moved = _finished(call, trace, rewrite)
+        reads, taken = trace.traced.inputs()
+        same = moved.contract.same_as(captured.contract)
+        program = with_scalars(moved.program, captured.program, taken) if same else None
+    else:
+        reads, _ = trace.traced.inputs()
+        numbers = [current(*one[:3]) if isinstance(one, Read) else None for one in reads]
+        same = replace(captured.contract, scalars=tuple(reads)).numbers == like.contract.numbers and None not in numbers
+        program = with_scalars_of(like.program, captured.program, numbers) if same else None
+    if program is not None:
+        return Captured(program, replace(captured.contract, scalars=tuple(reads)))
+    assert known.recorder is not None
+    known.recorder.comparing = known.recorder.comparing and all(isinstance(one, Read) for one in reads)
+    computed = known.computed.union(one.place for one in reads if isinstance(one, Read))
+    return _finished(call, _traced(call, replace(known, computed=computed, moved=False))[0], rewrite)
+
+
+def _traced(call: TracedCall, known: Known) -> tuple[_Trace, Known]:
+    """A trace that finds nothing more that it should have known, and what it knew."""
+    while True:
+        attempt = _attempt(call, known)
+        if not isinstance(attempt, Known):
+            return attempt, known
+        known = attempt
 
 
 class _LearnedError(Exception):
@@ -134,8 +171,14 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     mode = AnsweringFakeMode(call.sizes, known.expected)
     held, followed = _followed(model, known.follow, (*call.state.registered, *call.tensors))
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
-    numbers = [ComparedNumber.of(read) for place, read in known.numbers.items() if place not in known.computed]
-    traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, mode.expectations)
+    compared = [read for place, read in known.numbers.items() if place not in known.computed]
+    taken: list[Taken] = []
+    recorder.taken, recorder.moved = taken if known.scalars else None, known.moved
+    numbers = [
+        ComparedNumber.of(read, number if known.scalars else None, known.moved, taken)
+        for number, read in enumerate(compared)
+    ]
+    traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, taken, mode.expectations)
     outside: list[Read] = []
 
     def learn() -> None:  # from the first run, before the joint graph is traced in vain
@@ -160,8 +203,8 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         if learned is not None:
             return learned
         if effects is None and (traced.run.changes or traced.run.rewired or outside):
-            compared = [one.place for one in traced.compared()]
-            effects = rehearse(call, held, traced.reads, outside, compared, known.expected)
+            places = [one.place for one in traced.compared()]
+            effects = rehearse(call, held, traced.reads, outside, places, known.expected)
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except _LearnedError as error:
@@ -174,10 +217,12 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             return replace(known, effects=effects, follow=known.attributes | written)
         if isinstance(error, BackwardEffectError) and not error.changed & known.changed_backward:
             return replace(known, effects=effects, changed_backward=known.changed_backward | error.changed)
+        if recorder.used_otherwise(failed=True):
+            return replace(known, effects=effects)
         learned = _learned_of_numbers(known, traced, failed=True)
         if learned is not None:
             return learned
-        if recorder.used_otherwise(failed=True):
+        if recorder.used_otherwise(failed=True, or_unknown=True):
             return replace(known, effects=effects)
         if isinstance(error, LowtideError):
             raise
@@ -197,7 +242,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
 def _learned_of_numbers(known: Known, traced: TracedModel, *, failed: bool = False) -> Known | None:
     """Where the call does more than to compare numbers, or changes others than those that are known to change: what is known
     now. A trace that has ``failed`` for no reason that is known may have done so for all of them."""
-    places = traced.used_otherwise()
+    places = traced.used_otherwise(failed)
     if failed and not places:
         places = {one.read.place for one in traced.numbers}
     if places:
@@ -209,7 +254,7 @@ def _learned_of_numbers(known: Known, traced: TracedModel, *, failed: bool = Fal
     return replace(known, numbers=numbers) if numbers.keys() != known.numbers.keys() else None
 
 
-def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.GraphModule], None] | None) -> Captured:
+def _finished(call: TracedCall, trace: _Trace, rewrite: Rewrite | None) -> Captured:
     """The program of a joint graph, and the contract."""
     run, effects, held = trace.traced.run, trace.effects, trace.held
     if all(entry is False for entry in run.mask):
@@ -231,7 +276,7 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Callable[[torch.fx.Graph
     refuse_objects(Readers(call.model, trace.traced.reads).of_objects(unknown))
     attribute_effects.say_unknown(call.model, unknown)
     guards = _guards(call.model, trace, settings)
-    program = _assemble(convert(trace.module, inputs), run, call.state, type(call.model).__name__)
+    program = assembled(convert(trace.module, inputs), run, call.state, type(call.model).__name__)
     written = written_inputs(program, inputs)
     program = with_gathers(program, call.state.units, call.state.tensors)
     program = replace(program, placed=tuple(sorted(trace.traced.placed.items())))
@@ -275,60 +320,3 @@ def _guards(model: nn.Module, trace: _Trace, settings: Sequence[attribute_effect
     if not left or not effects.settled:
         return (guards,)
     return guards, Guards.of(model, reads, every, held, left, compared)
-
-
-def _assemble(converted: Converted, run: TracedRun, state: State, name: str) -> Program:
-    builder = converted.builder
-    returned, position, results = _results(converted, run)
-    gradients = tuple((role.input, value) for role, value in converted.outputs.items() if isinstance(role, Gradient))
-    tangents = tuple(position[number] for number in converted.tangent_outputs)
-    arriving = [op.outputs[0] for op in builder.ops if op.target == TANGENT_TARGET]
-    read = {value for op in builder.ops for value in op.inputs} | set(returned)
-    graph = Graph(
-        name=name,
-        ops=tuple(builder.ops),
-        values=tuple(builder.values),
-        storages=builder.storages(),
-        inputs=tuple(value.id for value in builder.values if value.producer is None),
-        forward_outputs=(*returned, *converted.kept.values()),
-        # The caller may hold the gradients it hands in: they count to the end (but see ``program.tangents``).
-        outputs=tuple(dict.fromkeys((*arriving, *(value for _, value in gradients)))),
-        forward_ops=converted.forward_ops,
-    )
-    program = Program(
-        graph=graph,
-        calls=tuple(builder.calls),
-        metas=tuple(builder.metas),
-        inputs=tuple(value if value in read else None for value in converted.inputs),
-        constants=converted.constants,
-        tangents=tangents,
-        gradients=gradients,
-        results=tuple(results),
-        mask=run.mask,
-        state_names=state.names,
-        parameters=state.parameters,
-        kept=tuple(converted.kept),
-        unlinked=run.unlinked,
-        sums=tuple((role.input, count) for role, count in converted.sums.items()),
-    )
-    return with_overwrites(program)
-
-
-def _results(converted: Converted, run: TracedRun) -> tuple[list[int], dict[int, int], list[Result]]:
-    """Forward outputs in the order in which the program returns them, at which of them each output is, and how each
-    result comes from them. Those with a gradient are apart from all others."""
-    returned: list[int] = []
-    positions: dict[int, int] = {}
-    results = []
-    for number, (grad, viewed) in enumerate(zip(run.requires_grad, run.viewed, strict=True)):
-        if viewed.argument is not None and (viewed.view is None or not grad):
-            results.append(Result(grad, argument=viewed.argument, view=viewed.view))
-            continue
-        value = converted.outputs[Output(number)]
-        if grad or value not in returned:
-            returned.append(value)
-            positions[number] = len(returned) - 1
-        place = positions.get(number, returned.index(value))
-        results.append(Result(grad, place, viewed.argument, view=viewed.view))
-    bases = [None if viewed.result is None else results[viewed.result].returned for viewed in run.viewed]
-    return returned, positions, [replace(one, base=base) for one, base in zip(results, bases, strict=True)]

@@ -24,9 +24,11 @@ from lowtide.capture.python_state.paths import AttributePath, value_at
 from lowtide.capture.rehearsal import Effects
 from lowtide.objects import structure
 from lowtide.objects.keys import fingerprint
+from lowtide.objects.walk import current
 from lowtide.program import Program
 from lowtide.program.distributed.local import formed
 from lowtide.program.layouts import memory_of
+from lowtide.program.scalars import as_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +135,9 @@ class Contract:
     ``result_structure`` is of what the model returned, what it left in the attributes ``effects.tensors``, and what it
     ``writes`` into dictionaries, lists and objects among the arguments;
     ``settings`` are the plain values that it left (``effects.attribute_effects``), ``counted`` the numbers that it counted
-    on, ``buffers`` those that it registers or replaces, by name; ``specs`` say of each result how it is distributed.
+    on, ``buffers`` those that it registers or replaces, by name; ``specs`` say of each result how it is distributed;
+    ``scalars`` are the numbers that are inputs of the program (``program.scalars``): where they are read, or their places among
+    those that are drawn.
     ``conditions``: under which all of this, and the program, hold for a call.
     """
 
@@ -145,14 +149,29 @@ class Contract:
     buffers: Mapping[str, MadeBuffer] = field(default_factory=dict)
     specs: tuple[Any, ...] = ()
     writes: tuple[ArgumentWrite, ...] = ()
+    scalars: tuple[Read | int, ...] = ()
 
     @property
     def held_inputs(self) -> HeldInputs:
         return self.conditions.held_inputs
 
-    def flat_inputs(self, model: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The flat inputs, with those in the model's attributes; ``None`` where they are not all there."""
-        return self.held_inputs.behind(inputs, model)
+    @property
+    def numbers(self) -> list[Any]:
+        """What tells the ``scalars`` from those of another capture."""
+        return [one.place if isinstance(one, Read) else one for one in self.scalars]
+
+    def flat_inputs(
+        self, model: nn.Module, inputs: list[torch.Tensor], draws: RandomNumbers | None = None
+    ) -> list[torch.Tensor] | None:
+        """The flat inputs, with those in the model's attributes, and numbers behind them; ``None`` where they are not all
+        there. ``draws``: of the conditions that hold for the call, by default its own."""
+        given = self.held_inputs.behind(inputs, model)
+        if given is None or not self.scalars:
+            return given
+        draws = draws or self.conditions.draws
+        drawn = draws.values() if draws is not None and not all(isinstance(one, Read) for one in self.scalars) else []
+        numbers = (current(*one[:3]) if isinstance(one, Read) else drawn[one] for one in self.scalars)
+        return [*given, *map(as_tensor, numbers)]
 
     def fulfil(
         self, model: nn.Module, tensors: Sequence[torch.Tensor], objects: Sequence[Any], given: Sequence[Any] = ()
@@ -172,14 +191,21 @@ class Contract:
         attribute_effects.write(model, [(one.place, one.change(value_at(model, one.place))) for one in self.counted])
         return result, before
 
-    def same_as(self, other: Contract) -> bool:
-        """Whether a planned call does the same to the model, whatever it holds for."""
+    def returns_as(self, other: Contract) -> bool:
+        """Whether a planned call returns the same, and leaves the same tensors in the model."""
         return (
             fingerprint(self.result_structure) == fingerprint(other.result_structure)
             and (self.effects.tensors, self.held_inputs) == (other.effects.tensors, other.held_inputs)
+            and (self.buffers, self.specs, self.writes) == (other.buffers, other.specs, other.writes)
+        )
+
+    def same_as(self, other: Contract) -> bool:
+        """Whether a planned call does the same to the model, whatever it holds for."""
+        return (
+            self.returns_as(other)
             and [one.key for one in self.settings] == [one.key for one in other.settings]
             and repr(self.counted) == repr(other.counted)
-            and (self.buffers, self.specs, self.writes) == (other.buffers, other.specs, other.writes)
+            and self.numbers == other.numbers
         )
 
 

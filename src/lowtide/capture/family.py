@@ -42,14 +42,15 @@ def capture_family(
     mask: GradientMask | None = None,
     known: Known | None = None,
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
+    like: Captured | None = None,
 ) -> SymbolicFamily:
     """The calls like ``model(*args, **kwargs)`` whose tensors differ in their sizes at the places ``varying``.
 
-    ``apart``: sizes that are equal in this call need not be so in others. Raises ``CaptureError`` where the call cannot be
-    captured with symbolic sizes; by itself it may be.
+    ``apart``: sizes that are equal in this call need not be so in others; ``like``: a capture of one of them. Raises
+    ``CaptureError`` where the call cannot be captured with symbolic sizes; by itself it may be.
     """
     sizes = SymbolicSizes(varying, apart)
-    captured = capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known, sizes=sizes)
+    captured = capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known, sizes=sizes, like=like)
     return SymbolicFamily(captured, sizes, flat_arguments(args, kwargs, model_state(model).tensors)[0])
 
 
@@ -152,10 +153,14 @@ def _of_values(captured: Captured) -> list[Question]:
 
 
 def _asked_the_same(member: Captured, captured: Captured) -> bool:
-    """Whether both programs follow from the same answers."""
+    """Whether both programs follow from the same answers, and numbers that compare in the same way."""
+    compared = [
+        {place: read.value.answers for place, read in each.contract.conditions.compared().items()}
+        for each in (member, captured)
+    ]
     alone = [one for one in member.contract.conditions.questions if not one.known.positions()]
     answers = [[(one.ask, one.source, one.answer) for one in _of_values(each)] for each in (member, captured)]
-    return answers[0] == answers[1] and all(one.holds([], {}) for one in alone)
+    return answers[0] == answers[1] and compared[0] == compared[1] and all(one.holds([], {}) for one in alone)
 
 
 def _mapped(captured: Captured, put: Callable[[Any], Any]) -> Captured:

@@ -28,6 +28,7 @@ class Known:
     that were read and seen to change: how they compare is found out; ``computed``: those that the call does more with, and how
     it compares these first, if it does (``bounds``): where they compare otherwise, it may do no more than that, which is
     ``tried`` once.
+    ``scalars``: whether numbers that operators take may be inputs of the program; ``moved``: operators are given others.
     ``expected``: how the first checks of values go (``trace.expected``); with ``None`` there are to be none.
     """
 
@@ -40,6 +41,8 @@ class Known:
     bounds: Mapping[Place, Comparisons] = field(default_factory=dict)
     tried: frozenset[Place] = frozenset()
     expected: tuple[bool, ...] | None = ()
+    scalars: bool = True
+    moved: bool = False
 
     @staticmethod
     def of(captured: Captured) -> Known:

@@ -85,7 +85,7 @@ def rehearse(
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
         called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), snapshot(clone)
         hooks = hooks_in(clone)
-        args, kwargs = rebuilt(traced.arguments, wholes[: len(state.tensors)], inputs)
+        args, kwargs = rebuilt(traced.arguments, wholes[: len(state.tensors)], inputs, lambda one: one.value)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         mode.expectations.begin()
         with as_traced(), untouched(), traced.caches.without_fakes(), traced.classes, outer, mode:

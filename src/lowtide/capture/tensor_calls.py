@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.python_state.guards.reads import Reads
+from lowtide.capture.taken_numbers import TakingNumbers
 from lowtide.capture.trace.autocast import Period
 from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, TRACED, is_leaf, refuse_unknown, unregistered
 from lowtide.capture.trace.fake import read_values
@@ -90,7 +92,7 @@ def told_as_in_eager() -> Iterator[None]:
         yield
 
 
-class TensorCalls(torch.overrides.TorchFunctionMode):
+class TensorCalls(TakingNumbers):
     """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
     whose values become numbers of Python's, and which tensors have no gradient. ``state``: what must not be given other data,
     for the ``registered`` tensors; its gradients, and those of ``others``, are the user's. ``early``: numbers of those that
@@ -118,8 +120,11 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
         if id(func) in self.replaced:
             with torch._C.DisableTorchFunction():
                 return self.replaced[id(func)](*args, **(kwargs or {}))
-        func = below(func, sys._getframe(1))
-        if self._requires(func, args, kwargs or {}):
+        calling = sys._getframe(1)
+        return self.run(below(func, calling), args, kwargs or {}, calling)
+
+    def called(self, func: Any, args: Any, kwargs: Any, calling: FrameType) -> Any:
+        if self._requires(func, args, kwargs):
             return args[0] if func is torch.Tensor.requires_grad_ else None
         note(source=user_source(), casts=self.period(func, args, kwargs))
         if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
@@ -139,7 +144,7 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
         _refuse_casting(func, args)
         refuse_retained(func, args, self.state)
         if args:
-            refuse_unknown(func, sys._getframe(1), args[0], self.given)
+            refuse_unknown(func, calling, args[0], self.given)
         if func in (IS_LEAF, GRAD_FN) and any(args[0] is one for one in self.given):
             leaf = is_leaf(args[0])
             return leaf if func == IS_LEAF else None
@@ -147,7 +152,7 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
             real = read_values(args[0])
             if real is not None:
                 with _disable_current_modes():
-                    return func(real if real.requires_grad else real.clone(), *args[1:], **(kwargs or {}))
+                    return func(real if real.requires_grad else real.clone(), *args[1:], **kwargs)
             if func in _TEXTS and not isinstance(args[0], FakeTensor):
                 return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
             if func in _ARRAYS:
@@ -155,9 +160,9 @@ class TensorCalls(torch.overrides.TorchFunctionMode):
                     f"the forward pass makes an array of NumPy's of a tensor ({user_source()}), whose values no plan knows. "
                     "Compute with torch, or run the model under lowtide.online."
                 )
-        made = _stacked(func, args, kwargs or {})
-        made = with_value_gradient(func, args, kwargs or {}) if made is None else made
-        return of_packed(func)(*args, **(kwargs or {})) if made is None else made
+        made = _stacked(func, args, kwargs)
+        made = with_value_gradient(func, args, kwargs) if made is None else made
+        return of_packed(func)(*args, **kwargs) if made is None else made
 
     def _requires(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call has a tensor that nothing has read require a gradient otherwise than it does. Other calls read."""

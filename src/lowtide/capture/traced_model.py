@@ -31,18 +31,19 @@ from lowtide.capture.python_state.effects.buffer_effects import (
     registered,
     with_states,
 )
-from lowtide.capture.python_state.effects.random_numbers import RandomRecorder
+from lowtide.capture.python_state.effects.random_numbers import RandomRecorder, drawn_number
 from lowtide.capture.python_state.effects.returned import with_originals
 from lowtide.capture.python_state.effects.snapshots import snapshot
 from lowtide.capture.python_state.guards import twice
 from lowtide.capture.python_state.guards.caches import Caches, refuse_kept_for
 from lowtide.capture.python_state.guards.classes_shown import ClassesShown
-from lowtide.capture.python_state.guards.compared import NUMBERS, ComparedNumber, CountedNumber, standing_in
+from lowtide.capture.python_state.guards.compared import ComparedNumber, CountedNumber, standing_in
 from lowtide.capture.python_state.guards.external_effects import ExternalEffects, hooks_in
 from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.observe import Observer
-from lowtide.capture.python_state.guards.reads import Place, Read, Reads
+from lowtide.capture.python_state.guards.reads import Place, Read, Reads, read_of
 from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned
+from lowtide.capture.taken_numbers import TakingNumbers, followed_by_math
 from lowtide.capture.tensor_calls import TensorCalls, compiled_operators_refused, told_as_in_eager
 from lowtide.capture.trace.autocast import periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
@@ -60,6 +61,7 @@ from lowtide.objects import structure
 from lowtide.objects.walk import ABSENT, CONTAINERS, current, is_open, parts_of, reachable
 from lowtide.program.distributed.local import distributed, local_results
 from lowtide.program.results import GradientMask, Viewed, bases, outputs_of, unreached
+from lowtide.program.scalars import NUMBERS, Taken
 
 NO_SAVED_TENSORS_HOOKS = (
     "the model offloads or packs activations by itself (saved_tensors_hooks), which a plan replaces: switch that off or, where "
@@ -113,7 +115,8 @@ class TracedRun:
 class TracedModel:
     """Callable as ``(*tensors) -> tuple of tensors``: the model's parameters and buffers, those of the arguments, and ``held``
     ones, which are in its attributes. ``assigned``: attributes that are results too; ``recorder`` follows what is drawn,
-    ``numbers`` how those are compared that were read at these places, and ``expectations`` how checks of values go.
+    ``numbers`` how those are compared that were read at these places, ``taken`` what operators took of them, and
+    ``expectations`` how checks of values go.
 
     Every call runs a copy of the model, since a forward pass may leave (fake) tensors in attributes, and notes what that did
     in ``run``. What its code reads, in the backward pass as well, are the ``reads``, of all runs, and ``latest_reads``, of the
@@ -127,9 +130,10 @@ class TracedModel:
         assigned: Sequence[attribute_effects.TensorEffect],
         recorder: RandomRecorder,
         numbers: Sequence[ComparedNumber],
+        taken: list[Taken],
         expectations: Expectations,
     ) -> None:
-        self.expectations = expectations
+        self.expectations, self.taken = expectations, taken
         self.call, self.held, self.assigned, self.recorder, self.numbers = call, held, assigned, recorder, numbers
         self.reads, self.latest_reads = Reads(), Reads()
         self.late = set[str]()  # names of what code reads in the backward pass
@@ -178,15 +182,30 @@ class TracedModel:
         places = ((owned(model, place), place) for place, _ in attributes_of(model)) if counting else ()
         return [CountedNumber(place, counting[key]) for key, place in places if key in counting]
 
-    def used_otherwise(self) -> set[Place]:
+    def used_otherwise(self, failed: bool) -> set[Place]:
         """Those of the ``numbers`` that were not only compared, or are counted on where planned calls do not come to them."""
         found = {owned(self.call.model, one.place) for one in self.counted()}
         lost = {one.read.place for one in self.numbers if one.comparisons.counting and one.read.place[1:] not in found}
-        return lost | {one.read.place for one in self.numbers if one.comparisons.used_otherwise}
+        kept = {one.read.place for one in self.numbers if one.comparisons.kept and not failed}
+        return lost | kept | {one.read.place for one in self.numbers if one.comparisons.used_otherwise}
 
     def counted(self) -> tuple[CountedNumber, ...]:
         """Those of the ``numbers`` that were counted on."""
         return tuple(number for number in self.compared() if number.operations)
+
+    def inputs(self) -> tuple[list[Read | int], list[Taken]]:
+        """The numbers that operators took, in the order in which they did, and what they took of each: where it was read, or
+        its place among the drawn ones."""
+        order = [*dict.fromkeys(one.source.number for one in self.taken)]
+        every = [one._replace(source=one.source._replace(number=order.index(one.source.number))) for one in self.taken]
+        return [self.numbers[one].read if one >= 0 else drawn_number(one) for one in order], every
+
+    def _number(self, argument: structure.Changing) -> Any:
+        """What the run is given for a number that changes, which it has read so."""
+        read = read_of(argument)
+        self.latest_reads.note(*read)
+        found = next((one for known, one in self.numbers if known.place == read.place), None)
+        return argument.value if found is None else found.stand_in(argument.value)
 
     def _copy(self, others: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
         return copy_without_data(self.call.model, (*self.call.state.registered, *self.held), others)
@@ -195,6 +214,7 @@ class TracedModel:
         self._end_run()
         self._backward.enter_context(late.named(self.late))
         self.expectations.begin()
+        self.taken.clear()
         self._modules.add(nn.Module)
         names = self.call.state.names
         reals = (*self.call.state.tensors, *self.call.tensors, *self.held)
@@ -209,10 +229,11 @@ class TracedModel:
         before = snapshot(model)
         hooks = hooks_in(model)
         self.latest_reads = Reads()
-        args, kwargs = rebuilt(self.call.arguments, state, given)
+        args, kwargs = rebuilt(self.call.arguments, state, given, self._number)
         writes = ArgumentWrites(self.call.arguments.leaves[0], (args, kwargs), self.call.distinct)
         wanting, marks = [tensor.requires_grad for tensor in tensors], list(map(put_on, wholes))
         with standing_in(self.numbers, copies) as standing:
+            self._backward.callback(standing.ended)
             noting = self.latest_reads, self._modules, standing, self.call.classes
             observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
             sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
@@ -258,6 +279,7 @@ class TracedModel:
         self.after_run()
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching(backward=True))
+        self._backward.enter_context(TakingNumbers())
         return outputs
 
     def _wholes(self, tensors: Sequence[torch.Tensor], reals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -281,6 +303,7 @@ class TracedModel:
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
         with (
             self.recorder(model, self.latest_reads.contents),
+            followed_by_math(model),
             ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
             random_numbers.none_by(model, reached.generators),
             observer.watching(),

@@ -32,12 +32,14 @@ from lowtide.ir.transfers import needs
 from lowtide.lower.addresses import Addresses
 from lowtide.lower.drawing import SAVE, Drawing
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
+from lowtide.lower.numbers import Numbers
 from lowtide.lower.under_way import UnderWay
 from lowtide.memory.arena import made
 from lowtide.offload import Room
 from lowtide.program import generators, targets
 from lowtide.program.overwrites import keeping, written_form
 from lowtide.program.program import Program, Ref
+from lowtide.program.scalars import SCALARS
 
 Step = Generator[list[torch.Tensor], None, None]
 _FILES = itertools.count()
@@ -95,10 +97,8 @@ class _Generator:
         self, program: Program, schedule: Schedule, addresses: Addresses | None, room: Room | None, beside: bool
     ) -> None:
         self.program = program
-        self.graph = program.graph
-        self.schedule = schedule
-        self.addresses = addresses
-        self.room = room
+        self.graph, self.schedule = program.graph, schedule
+        self.addresses, self.room = addresses, room
         self.beside = beside
         self.under_way = UnderWay()
         self.begin = addresses.table.begin if addresses else None
@@ -106,9 +106,9 @@ class _Generator:
         self.lines: list[str] = []
         self.namespace: dict[str, Any] = {SAVE: generators.Draw}
         self._names: dict[Any, str] = {}
+        self.numbers = Numbers(program, self._constant)
         self.tangents = self.graph.arriving
-        self.live: set[int] = set()  # values that have a variable
-        self.handed: set[int] = set()  # storages whose gradient has left
+        self.live, self.handed = set[int](), set[int]()  # values that have a variable, storages whose gradient has left
         self.drawing = Drawing(program, self._constant)
         self.gradient_groups = group_gradients(program, schedule)
 
@@ -290,6 +290,8 @@ class _Generator:
         if isinstance(argument, (list, tuple)):
             items = [self._argument(item) for item in argument]
             return f"[{', '.join(items)}]" if isinstance(argument, list) else f"({''.join(i + ', ' for i in items)})"
+        if isinstance(argument, SCALARS):
+            return self.numbers.name(argument.source)
         if argument is None or isinstance(argument, (bool, int, str)):
             return repr(argument)
         return self._constant(argument)
@@ -304,7 +306,8 @@ class _Generator:
         return self._names[key]
 
     def _compile(self) -> Lowered:
-        source = "def step(inputs, tangents, write_back):\n" + "".join(f"    {line}\n" for line in self.lines)
+        lines = ["def step(inputs, tangents, write_back):", *self.numbers.lines(), *self.lines]
+        source = "\n    ".join(lines) + "\n"
         filename = f"<lowtide step {next(_FILES)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.namespace)

@@ -63,6 +63,18 @@ class Ancestor:
     weak: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Changing:
+    """Stands for a number that is another one in every call: now that in ``values`` under this name."""
+
+    values: dict[str, Any]
+    name: str
+
+    @property
+    def value(self) -> Any:
+        return self.values[self.name]
+
+
 def flatten(tree: Any, known: Sequence[torch.Tensor] = ()) -> tuple[list[torch.Tensor], Any]:
     """The tensors in ``tree``, each object once per occurrence, and the structure that ``unflatten`` takes, whose slots count
     the ``known`` tensors first."""
@@ -76,7 +88,7 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: 
     if isinstance(node, torch.Tensor):
         tensors.append(node)
         return Slot(len(tensors) - 1)
-    if type(node) in _PLAIN:
+    if type(node) in _PLAIN or type(node) is Changing:
         return node
     around = _around(node, seen)
     if around is not None:
@@ -191,7 +203,16 @@ def with_argument_slots(structure: Any, objects: Sequence[Any]) -> Any:
 def objects(structure: Any) -> list[Any]:
     """What is neither a tensor nor a plain value in it, in order."""
     found: list[Any] = []
-    replaced(structure, lambda leaf: leaf if isinstance(leaf, (Slot, Ancestor, *PLAIN)) else found.append(leaf))
+    replaced(
+        structure, lambda leaf: leaf if isinstance(leaf, (Slot, Ancestor, Changing, *PLAIN)) else found.append(leaf)
+    )
+    return found
+
+
+def changing(structure: Any) -> list[Changing]:
+    """The numbers in it that are other ones in every call."""
+    found: list[Changing] = []
+    replaced(structure, lambda leaf: found.append(leaf) if isinstance(leaf, Changing) else leaf)
     return found
 
 

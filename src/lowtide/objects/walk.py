@@ -239,6 +239,7 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
     "method": _method,  # in that or its bases
     "names": lambda owner, _: tuple(_names(owner)),  # of all its attributes
     "item": lambda owner, name: owner.get(name, ABSENT),  # in a namespace
+    "argument": lambda owner, name: owner.get(name, ABSENT),  # among the numbers of a call
     "place": lambda owner, number: next(itertools.islice(owner.values(), int(number), None), ABSENT),  # in a dictionary
     "cell": lambda owner, _: cell_value(owner),  # in a cell of a closure
     "made of": getattr,  # what a function or a class is made of

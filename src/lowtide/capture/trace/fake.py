@@ -33,7 +33,7 @@ from torch.utils._mode_utils import no_dispatch
 from lowtide.capture.trace import fake_kernels as fakes
 from lowtide.capture.trace import results
 from lowtide.capture.trace.expected import COMPARISONS, QUESTIONS, Expectations, all_of, fold_uniform, note_expected
-from lowtide.capture.trace.known_values import KnownValues, elements
+from lowtide.capture.trace.known_values import KnownValues, elements, is_unknown
 from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, tensors_among, with_strides
 from lowtide.capture.trace.sizes import SYMBOLIC, SymbolicSizes, hashable
@@ -209,6 +209,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Provenance | None:
         """How the result of ``func`` is computed, where every tensor argument is known."""
+        if is_unknown():
+            return None
         folded = fold_uniform(func, args)
         if folded is not None:
             return Provenance(constant=folded)

@@ -7,8 +7,10 @@ computed where they are asked for, from how they were made. A call that is captu
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +19,23 @@ from torch.utils._mode_utils import no_dispatch
 from lowtide.capture.trace.questions import Provenance
 from lowtide.capture.trace.sizes import SYMBOLIC, hint
 
+_UNKNOWN: contextvars.ContextVar[bool] = contextvars.ContextVar("unknown", default=False)
 _SMALL_BYTES = 1 << 14
 _RECENT_BYTES = 1 << 20  # of larger ones that were asked for, together
+
+
+@contextlib.contextmanager
+def unknown() -> Iterator[None]:
+    """Inside, nothing is known of what operators make: they take what is another one in every call."""
+    token = _UNKNOWN.set(True)
+    try:
+        yield
+    finally:
+        _UNKNOWN.reset(token)
+
+
+def is_unknown() -> bool:
+    return _UNKNOWN.get()
 
 
 class KnownValues:

@@ -17,12 +17,16 @@ from lowtide.capture.arguments import flat_arguments, rebuilt
 from lowtide.capture.contract import Conditions
 from lowtide.capture.model_state import model_state
 from lowtide.capture.python_state.effects import attribute_effects
+from lowtide.capture.python_state.guards.reads import Read
+from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.autocast import is_kept
 from lowtide.errors import ExecutionError
 from lowtide.ir import Schedule, simulate
 from lowtide.lower import Lowered
 from lowtide.memory.arena import Arena
+from lowtide.objects import structure
 from lowtide.objects.keys import fingerprint, tensor_keys
+from lowtide.objects.structure import Changing
 from lowtide.planning import Plan
 from lowtide.program import Program, layouts
 from lowtide.program.distributed.local import like_form, specs_of
@@ -75,20 +79,28 @@ def describe(inputs: Sequence[torch.Tensor], states: int) -> str:
 
 
 class Sample(NamedTuple):
+    """A call; ``Changing`` stands for numbers in it that are other ones in every call."""
+
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
+
+    def given(self) -> Sample:
+        """With the numbers of now."""
+        args = tuple(one.value if isinstance(one, Changing) else one for one in self.args)
+        return Sample(args, {k: one.value if isinstance(one, Changing) else one for k, one in self.kwargs.items()})
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory ends the process
 class KeptSample:
     """A call to capture again, for other gradients, in the ``autocast`` state that it had. Shapes suffice for that, so of its
     floating ``tensors`` the memory is not kept; but values answer questions, so the integers stay. ``given``: its values that
-    are no tensors."""
+    are no tensors; ``numbers``: what those were in it that are other ones in every call."""
 
     tensors: Sequence[torch.Tensor]
     arguments: Any
     given: Any
     autocast: contextlib.AbstractContextManager[Any]
+    numbers: Sequence[Any] = ()
 
     @staticmethod
     def of(sample: Sample, model: nn.Module, device_type: str) -> KeptSample:
@@ -97,11 +109,25 @@ class KeptSample:
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         keep_casts = torch.is_autocast_cache_enabled()
         autocast = torch.autocast(device_type, dtype if enabled else None, enabled, cache_enabled=keep_casts)
-        return KeptSample(hollow, arguments, fingerprint(arguments), autocast)
+        numbers = [one.value for one in structure.changing(arguments)]
+        return KeptSample(hollow, arguments, fingerprint(arguments), autocast, numbers)
 
     def on(self, model: nn.Module) -> Sample:
         """The call, with the parameters and buffers of now where they are arguments."""
         return Sample(*rebuilt(self.arguments, model_state(model).registered, self.tensors))
+
+    @contextlib.contextmanager
+    def with_numbers(self) -> Iterator[None]:
+        """Inside, numbers that are other ones in every call are what they were in this one."""
+        standing = structure.changing(self.arguments)
+        now = [dict(one.values) for one in standing]
+        for one, value in zip(standing, self.numbers, strict=True):
+            one.values[one.name] = value
+        try:
+            yield
+        finally:
+            for one, values in zip(standing, now, strict=True):
+                one.values.update(values)
 
     @property
     def is_as_given(self) -> bool:
@@ -148,11 +174,18 @@ class Entry:
         changed = changed or ("" if len(modules) == len(modes[0]) else "submodules have come or gone")
         if changed:
             raise _changed_before_backward(model, changed)
-        with modes_as(modules, modes), self.sample.autocast, torch.enable_grad():
+        with modes_as(modules, modes), self.sample.autocast, torch.enable_grad(), self.sample.with_numbers():
             changed = self.conditions[0].changed(model)
             if changed:
                 raise _changed_before_backward(model, changed)
             yield
+
+    def with_its_numbers(self, captured: Captured, model: nn.Module) -> Captured:
+        """Its call, ``captured`` anew. Raises ``ExecutionError`` where a number is a constant that was an input."""
+        if captured.contract.numbers != self.captured.contract.numbers:
+            names = [one.text if isinstance(one, Read) else "a drawn number" for one in self.captured.contract.scalars]
+            raise _changed_before_backward(model, f"{named(names)}, which it computes with")
+        return captured
 
     @property
     def program(self) -> Program:

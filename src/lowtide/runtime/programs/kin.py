@@ -141,16 +141,22 @@ class Kin:
         varying, apart = _all_places(seen) if self.at_once else _varying(seen)
         how: dict[str, Any] = {"apart": apart, "mask": entry.captured.program.mask, "known": Known.like(entry.captured)}
         how["rewrite"] = None if terms_from is None else functools.partial(split_sums, first=terms_from)
+        captured = functools.partial(capture_family, model, sample.args, sample.kwargs, varying, **how)
         try:
             with stage("capture"):
-                family = capture_family(model, sample.args, sample.kwargs, varying, **how)
+                family = captured(like=entry.captured)
             if family.is_fixed:
                 self.fixed += 1
                 if self.fixed == _MOST_FIXED:
                     self._give_up(model, "an operator or the model's code takes sizes as numbers")
                 return
             known = family.confirmed_by(entry.captured, others)
-            confirmed = family.confirmed_by(capture(), shapes) if known is None else known
+            confirmed = known
+            if known is None:
+                own = capture()
+                if own.contract.numbers != entry.captured.contract.numbers:
+                    family = captured(like=own)
+                confirmed = family.confirmed_by(own, shapes)
         except Exception as error:  # noqa: BLE001 - by itself each shape can be captured all the same
             self._give_up(model, f"{type(error).__name__}: {error}")
             return

@@ -120,7 +120,7 @@ class Programs:
                 if not (self.in_terms and old.captured.program.sums):
                     old.captured_for.setdefault(old.captured.program.mask, old.captured)
                 captured = old.captured_for.get(mask) or self._capture(sample, mask, Known.of(old.captured))
-                old.captured_for[mask] = captured
+                old.captured_for[mask] = old.with_its_numbers(captured, self.model)
             else:
                 kin, shapes, member = self._member(key, sample)
                 first = known[0].captured.program.mask if known else None

@@ -58,6 +58,11 @@ class Recaptures:
         """What is still worth knowing after a capture."""
         self.known = self.known.after(captured)
 
+    def seen_since(self, latest: Entry, model: nn.Module) -> None:
+        """A call of new shapes: numbers that are other ones than those of the ``latest`` call are likely to change again."""
+        changed = latest.conditions[0].other_numbers(model)
+        self.known = replace(self.known, numbers={**changed, **self.known.numbers})
+
     def changed(
         self,
         key: Signature,
@@ -80,7 +85,7 @@ class Recaptures:
         few = drawn or key in self._counting or not self.known.comes_to_bounds(computed, _MOST_CAPTURES - times)
         most, each = _FEW_CAPTURES if few else _MOST_CAPTURES, 1
         if drawn and conditions.draws is not None and conditions.draws.numbers is not None:
-            many = len(conditions.draws.numbers) >= _MANY_DRAWS
+            many = sum(number.comparisons.decides for number in conditions.draws.numbers) >= _MANY_DRAWS
             most, each = _OF_MANY_CAPTURES if many else _DECIDED_CAPTURES, _DECIDED_CALLS
         if times >= most and each * times > sum(entry.calls for entry in entries) and may_be_apart:
             raise ManyProgramsError(

@@ -17,30 +17,34 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.code.code_names import functions_of, is_trusted
+from lowtide.capture.python_state.code.beside import Variable, code_of, places_of
+from lowtide.capture.python_state.code.code_names import functions_of
 from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.reads import Content
 from lowtide.capture.trace.patches import all_wrapped, by_thread, wrapped
 from lowtide.device import modules
 from lowtide.errors import CaptureError
 from lowtide.objects.walk import CLOSED, GENERATORS, OWN_GENERATORS, content, reachable
+from lowtide.program.scalars import Taken
 
 _SEEDING = ((random, "seed"), (random, "setstate"), (np.random, "seed"), (np.random, "set_state"))
 _TORCH_STATE = ("manual_seed", "set_rng_state", "initial_seed")
 _CHOOSING = "__beartype_getrandbits"  # the default by which functions that check their arguments draw
 _SCALARS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (random, ("random", "uniform")),
-    (np.random, ("rand", "random", "random_sample", "uniform")),
+    (
+        random,
+        ("random", "uniform", "gauss", "normalvariate", "betavariate", "triangular", "expovariate", "gammavariate"),
+    ),
+    (np.random, ("rand", "random", "random_sample", "uniform", "normal", "randn", "beta", "exponential", "gamma")),
 )
-
 _INTEGERS: tuple[tuple[Any, tuple[str, ...]], ...] = ((random, ("randrange", "randint")), (np.random, ("randint",)))
 
 State = tuple[Any, ...]  # of Python's generator, and of NumPy's
@@ -88,7 +92,7 @@ class RandomNumber:
     function: Callable[..., float]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    comparisons: Comparisons = field(default_factory=lambda: Comparisons(float))
+    comparisons: Comparisons
 
     def again(self) -> bool:
         """Draw anew; whether the number compares as it did."""
@@ -184,6 +188,11 @@ class RandomNumbers:
         with untouched():
             return all(number.again() for number in self.numbers)
 
+    def values(self) -> list[Any]:
+        """The numbers that a forward pass which begins now draws."""
+        with untouched():
+            return [number.function(*number.args, **number.kwargs) for number in self.numbers or ()]
+
     def take(self) -> None:
         """Leave the generators as the forward pass would."""
         if self.numbers is None:
@@ -214,26 +223,34 @@ def noted() -> Iterator[list[str]]:
         yield called
 
 
+def drawn_number(place: int) -> int:
+    """How ``Source`` tells the number at this place among all drawn ones; and, of that, the place."""
+    return -1 - place
+
+
 class RandomRecorder:
-    """Follows the draws of forward passes that all begin in the state ``start``, or in that of now."""
+    """Follows the draws of forward passes that all begin in the state ``start``, or in that of now. ``taken``: what operators
+    take of drawn numbers, by ``drawn_number``; of others than these where ``moved``; ``None`` where they may take none."""
 
     def __init__(self, start: State | None = None) -> None:
         self.start = state() if start is None else start
         self.end = self.start
         self.numbers: list[RandomNumber] = []
         self.seeded = False  # whether the forward pass gives a generator a state of its own
-        self.comparing = True  # as long as drawn numbers are only compared, for all that is known
+        self.comparing = True  # as long as no more is done with drawn numbers than is known
+        self.taken: list[Taken] | None = None
+        self.moved = False
 
     @contextlib.contextmanager
     def __call__(self, model: nn.Module, contents: dict[int, Content]) -> Iterator[None]:
         """Around one forward pass of the model. ``contents``: of holders, to which those that change meanwhile are added."""
         self.numbers, self.seeded = [], False
         with untouched(self.start), contextlib.ExitStack() as stack:
-            kinds, beside = _code_of(model)
+            kinds, beside = code_of(model)
             stack.enter_context(all_wrapped(_SEEDING, self._seeding))
             if self.comparing:
-                stack.enter_context(all_wrapped(_places(_SCALARS, beside), self._recording))
-            stack.enter_context(all_wrapped(_places(_INTEGERS, beside), self._recording_value))
+                stack.enter_context(all_wrapped(places_of(_SCALARS, beside), self._recording))
+            stack.enter_context(all_wrapped(places_of(_INTEGERS, beside), self._recording_value))
             for defaults in _of_checking_functions(kinds, beside):
                 contents[id(defaults)] = Content(defaults, content(defaults) or ())
                 stack.callback(defaults.__setitem__, _CHOOSING, defaults[_CHOOSING])
@@ -243,9 +260,12 @@ class RandomRecorder:
             for number in self.numbers:
                 number.comparisons.ended()
 
-    def used_otherwise(self, failed: bool) -> bool:
-        """Whether the forward pass is to be followed anew, with plain numbers; ``failed``: it raised an error."""
-        again = self.comparing and any(failed or number.comparisons.used_otherwise for number in self.numbers)
+    def used_otherwise(self, failed: bool, or_unknown: bool = False) -> bool:
+        """Whether the forward pass is to be followed anew, with plain numbers; ``failed``: it raised an error,
+        ``or_unknown``: perhaps because of them."""
+        every = [number.comparisons for number in self.numbers]
+        misused = any(one.used_otherwise or (one.kept and not failed) for one in every)
+        again = self.comparing and bool(every) and (misused or or_unknown)
         self.comparing = self.comparing and not again
         return again
 
@@ -272,8 +292,12 @@ class RandomRecorder:
             value = function(*args, **kwargs)
             if type(value) is not float:
                 return value
-            self.numbers.append(RandomNumber(function, args, kwargs))
-            return self.numbers[-1].comparisons.stand_in(value)
+            place = None if self.taken is None else drawn_number(len(self.numbers))
+            comparisons = Comparisons(
+                float, number=place, moved=self.moved, taken=[] if self.taken is None else self.taken
+            )
+            self.numbers.append(RandomNumber(function, args, kwargs, comparisons))
+            return comparisons.stand_in(value)
 
         return draw
 
@@ -292,23 +316,6 @@ class RandomRecorder:
             return function(*args)
 
         return draw
-
-
-Variable = tuple[types.ModuleType, str, Any]
-
-
-def _code_of(model: nn.Module) -> tuple[set[type], list[Variable]]:
-    """The classes of the model's modules, and all that is beside them, in the modules that define them."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_trusted(kind)}
-    files = filter(None, map(sys.modules.get, sorted({kind.__module__ for kind in kinds})))
-    return kinds, [(file, name, value) for file in files for name, value in [*vars(file).items()]]
-
-
-def _places(drawing: Iterable[tuple[Any, Sequence[str]]], beside: Iterable[Variable]) -> list[tuple[Any, str]]:
-    """Where the functions are: in their modules, and in the variables that they were imported into."""
-    own = [(module, name) for module, names in drawing for name in names]
-    functions = {id(getattr(*place)) for place in own}
-    return own + [(file, name) for file, name, value in beside if id(value) in functions and (file, name) not in own]
 
 
 def _of_checking_functions(kinds: set[type], variables: Iterable[Variable]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.guards.compared import NUMBERS, Comparisons
+from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.external_effects import hooks_of
 from lowtide.capture.python_state.guards.files import File
 from lowtide.capture.python_state.guards.quick import Unchanged
@@ -25,6 +25,7 @@ from lowtide.capture.python_state.paths import AttributePath, named, owned, valu
 from lowtide.objects import structure
 from lowtide.objects.keys import tensor_key
 from lowtide.objects.walk import ABSENT, PLAIN, content, current, part_name
+from lowtide.program.scalars import NUMBERS
 
 _REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules")
 _CALLING = ("__call__", "_wrapped_call_impl", "_call_impl")  # what it is to call a module

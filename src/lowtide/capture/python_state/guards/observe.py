@@ -102,10 +102,11 @@ class Observer:
     def _begin(self) -> None:
         model, clone = self._model
         self.reads.note("method", model, "forward", current("method", model, "forward"), "its class's forward")
-        for argument in code_names.given(self._arguments):  # what else they hold is a part of the signature
-            whole = isinstance(argument, (types.FunctionType, types.MethodType, types.ModuleType, type, nn.Module))
-            part = argument if whole else type(argument)
-            self._reach(part, part, "an argument")
+        arguments, self._arguments = self._arguments, ()  # numbers among them are not to be kept
+        for one in code_names.given(arguments):  # what else they hold is a part of the signature
+            whole = isinstance(one, (types.FunctionType, types.MethodType, types.ModuleType, type, nn.Module))
+            if type(one) not in _ATOMS:
+                self._reach(one if whole else type(one), one if whole else type(one), "an argument")
         names = dict(model.named_modules())
         for (name, original), seen in zip(names.items(), clone.modules(), strict=True):
             self.originals[id(seen)] = original

@@ -19,6 +19,7 @@ from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.patches import STANDS_FOR
 from lowtide.errors import CaptureError
 from lowtide.objects.keys import tensor_key
+from lowtide.objects.structure import Changing
 from lowtide.objects.walk import MUTABLE, PLAIN, beside, class_attribute, content, exact, own_attributes
 
 Place = tuple[str, int, str]
@@ -37,6 +38,11 @@ class Read(NamedTuple):
     def place(self) -> Place:
         """By which reads are told apart."""
         return self.kind, id(self.owner), self.name
+
+
+def read_of(argument: Changing) -> Read:
+    """Of a number among the arguments of a call, which is another one in every call."""
+    return Read("argument", argument.values, argument.name, argument.value, f"the argument {argument.name}")
 
 
 class Content(NamedTuple):

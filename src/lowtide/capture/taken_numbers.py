@@ -1,0 +1,111 @@
+"""Operators that take a number which is another one in every call, while a model is traced with stand-ins for such numbers.
+
+Only operators whose program the number does not change are let have it: it decides no shape, and what an operator calls in
+its place or in its derivative depends at most on which of its special numbers it is, or lies between. To all others a stand-in
+is no number, and the call is traced again with the number itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture.python_state.code.beside import code_of, places_of
+from lowtide.capture.python_state.guards.compared import StandIn
+from lowtide.capture.trace.known_values import unknown
+from lowtide.capture.trace.patches import all_wrapped
+
+_FREE = """
+add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder eq ne lt le gt ge less
+less_equal greater greater_equal not_equal fill full full_like new_full masked_fill index_fill where scalar_tensor
+linspace clamp clamp_min clamp_max clip hardtanh threshold nan_to_num
+"""
+_OTHERS = """
+addcmul addcdiv leaky_relu elu celu softplus hardshrink softshrink layer_norm group_norm rms_norm cosine_similarity
+uniform normal smooth_l1_loss huber_loss margin_ranking_loss cosine_embedding_loss hinge_embedding_loss
+triplet_margin_loss cross_entropy_loss dropout feature_dropout alpha_dropout bernoulli
+"""
+# By the name of the operator, or of its form in place: the numbers that are special to it, in order.
+_SPECIAL: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(_FREE.split(), ()),
+    **dict.fromkeys(_OTHERS.split(), (0, 1)),
+    "lerp": (0, 0.5, 1),
+    "pow": (-2, -1, -0.5, 0, 0.5, 1, 2, 3),
+}
+_SPECIAL_FACTORS = (0, 1)  # of what is added: ``alpha``
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_MAKING = (torch.tensor, torch.as_tensor)
+
+
+_UNARY = "exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh erf fabs radians degrees"
+
+
+@contextlib.contextmanager
+def followed_by_math(model: nn.Module) -> Iterator[None]:
+    """Inside, functions of ``math`` take stand-ins, wherever the model's code has them from."""
+    with all_wrapped(places_of([(math, _UNARY.split())], code_of(model)[1]), _following):
+        yield
+
+
+def _following(function: Callable[..., Any]) -> Callable[..., Any]:
+    def follow(*args: Any) -> Any:
+        alone = len(args) == 1 and type(args[0]) is StandIn
+        return args[0].through(function) if alone else function(*args)
+
+    return follow
+
+
+class TakingNumbers(torch.overrides.TorchFunctionMode):
+    """Inside, functions of PyTorch's are given numbers in the place of stand-ins, where they take them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {}, sys._getframe(1))
+
+    def run(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
+        """A call that has come to the mode from the frame ``calling``."""
+        stands = any(type(one) is StandIn for one in (*args, *kwargs.values()))
+        if stands and isinstance(func, _BUILT_IN):
+            with unknown():
+                return self.called(*_taken(func, args, kwargs), calling)
+        opened = _opened(func) if stands or func is torch.autograd.grad else None
+        if opened is None:
+            return self.called(func, args, kwargs, calling)
+        with opened, self:
+            return func(*args, **kwargs)
+
+    def called(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
+        """What such a call gives when it has no stand-ins any more, or keeps them."""
+        return func(*args, **kwargs)
+
+
+def _opened(function: Callable[..., Any]) -> contextlib.AbstractContextManager[None] | None:
+    """For a function of PyTorch's that is written in Python: inside, it does not ask modes to run it, so that they see what it
+    calls. ``None`` for any other."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or getattr(function, "__globals__", None) is not vars(module):
+        return None
+    return all_wrapped([(module, name) for name in _ASKING if name in vars(module)], lambda _: lambda *_: False)
+
+
+def _taken(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """A call of a function with numbers in the place of stand-ins, if it takes them."""
+    if function in _MAKING and type(args[0]) is StandIn and kwargs.keys() <= {"dtype", "device"}:
+        dtype = torch.get_default_dtype() if args[0].kind is float else torch.int64
+        function, args, kwargs = torch.full, ((), args[0], *args[1:]), {"dtype": dtype, **kwargs}
+    special = _SPECIAL.get(function.__name__.removesuffix("_"))
+    if special is None:
+        return function, args, kwargs
+    given = [one.taken(special) if type(one) is StandIn else one for one in args]
+    special = _SPECIAL_FACTORS if "alpha" in kwargs else special
+    named = {name: one.taken(special) if type(one) is StandIn else one for name, one in kwargs.items()}
+    return function, given, named

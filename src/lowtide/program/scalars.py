@@ -1,0 +1,206 @@
+"""Numbers among the arguments of a program's operators that are other ones in every call: what Python code computes of a number
+that changes between calls, an annealed weight say.
+
+In ``Call`` such an argument is an ordinary number, as it was in the call that was captured, which also knows how it follows
+from the changing one. Where a program has any, a call brings the changing numbers behind its flat inputs, each as a tensor of
+one element.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from lowtide.program.program import Call, Program
+
+NUMBERS = (int, float)
+
+
+class Operation(NamedTuple):
+    """An operator between a number and another one, the latter on the left where ``reflected``; or a function of the number
+    alone."""
+
+    function: Callable[..., Any]
+    other: Any = None
+    reflected: bool = False
+
+    def __call__(self, value: Any) -> Any:
+        if self.other is None:
+            return self.function(value)
+        return self.function(self.other, value) if self.reflected else self.function(value, self.other)
+
+
+Operations = tuple[Operation, ...]
+
+
+def result_of(operations: Iterable[Operation], value: Any) -> Any:
+    """What the operations, one after the other, make of a number."""
+    return functools.reduce(lambda number, operation: operation(number), operations, value)
+
+
+class Source(NamedTuple):
+    """How a scalar follows from the ``number``-th of a call's changing numbers."""
+
+    number: int
+    operations: Operations
+
+
+class FloatScalar(float):
+    """One that is a float."""
+
+    source: Source
+
+    def __repr__(self) -> str:  # the same whatever it is in this call
+        return repr(self.source)
+
+
+class IntScalar(int):
+    """One that is an integer."""
+
+    source: Source
+
+    def __repr__(self) -> str:
+        return repr(self.source)
+
+
+SCALARS = (FloatScalar, IntScalar)
+_KINDS: dict[type, type] = {float: FloatScalar, int: IntScalar}
+
+
+class Taken(NamedTuple):
+    """That an operator took what ``source`` says: ``value`` in the call, and ``shown`` while it was traced."""
+
+    source: Source
+    value: Any
+    shown: Any
+
+
+def can_be_input(number: Any) -> bool:
+    """Whether a tensor can bring it."""
+    return not isinstance(number, int) or abs(number) < 1 << 63
+
+
+def as_tensor(number: Any) -> torch.Tensor:
+    """A changing number as a call brings it."""
+    return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64, device="cpu")
+
+
+def with_scalars(shown: Program, plain: Program, taken: Sequence[Taken]) -> Program | None:
+    """``plain``, with scalars where ``shown``, the same call traced with other numbers, has another number that follows from
+    what was ``taken``. ``None`` where the two differ otherwise."""
+    if len(shown.calls) != len(plain.calls):
+        return None
+    try:
+        calls = tuple(_call(one, other, taken) for one, other in zip(shown.calls, plain.calls, strict=True))
+    except _UnexplainedError:
+        return None
+    found = replace(plain, calls=calls)
+    return found if found.same_as(replace(shown, calls=calls), frozenset()) else None
+
+
+def with_scalars_of(like: Program, program: Program, numbers: Sequence[Any]) -> Program | None:
+    """``program`` with the scalars of another one of the same operators; ``numbers``: the changing ones as it was traced with
+    them. ``None`` where that has others in their places."""
+    if len(like.calls) != len(program.calls):
+        return None
+    try:
+        calls = tuple(_like(old, call, numbers) for old, call in zip(like.calls, program.calls, strict=True))
+    except _UnexplainedError:
+        return None
+    return replace(program, calls=calls)
+
+
+def _like(old: Call, call: Call, numbers: Sequence[Any]) -> Call:
+    args, kwargs = _taken_over((old.args, old.kwargs), (call.args, call.kwargs), numbers)
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def _taken_over(old: Any, argument: Any, numbers: Sequence[Any]) -> Any:
+    if isinstance(old, SCALARS):
+        made = result_of(old.source.operations, numbers[old.source.number])
+        if type(argument) is not type(made) or repr(argument) != repr(made):
+            raise _UnexplainedError
+        return _scalar(argument, old.source)
+    if type(argument) in (tuple, list) and type(old) is type(argument) and len(old) == len(argument):
+        return type(argument)(_taken_over(one, other, numbers) for one, other in zip(old, argument, strict=True))
+    if type(argument) is dict and isinstance(old, dict):
+        return {name: _taken_over(old.get(name), value, numbers) for name, value in argument.items()}
+    return argument
+
+
+class _UnexplainedError(Exception):
+    """Two traces differ in what no number explains."""
+
+
+def _call(shown: Call, plain: Call, taken: Sequence[Taken]) -> Call:
+    if (shown.target, shown.positions) != (plain.target, plain.positions):
+        raise _UnexplainedError
+    args, kwargs = _argument((shown.args, shown.kwargs), (plain.args, plain.kwargs), taken)
+    return Call(plain.target, args, kwargs, plain.positions)
+
+
+def _argument(shown: Any, plain: Any, taken: Sequence[Taken]) -> Any:
+    if type(shown) is not type(plain):
+        raise _UnexplainedError
+    if type(plain) in (tuple, list, dict):
+        if len(shown) != len(plain):
+            raise _UnexplainedError
+        if isinstance(plain, dict):
+            return {key: _argument(shown.get(key), value, taken) for key, value in plain.items()}
+        return type(plain)(_argument(one, other, taken) for one, other in zip(shown, plain, strict=True))
+    if type(plain) not in NUMBERS or repr(shown) == repr(plain):
+        return plain  # anything else is compared with the rest of the program
+    source = next((found for one in taken for found in _sources(one, shown) if _is(found, one, shown, plain)), None)
+    if source is None:
+        raise _UnexplainedError
+    return _scalar(plain, source)
+
+
+def _scalar(number: Any, source: Source) -> Any:
+    made = _KINDS[type(number)](number)
+    made.source = source
+    return made
+
+
+def _is(source: Source, one: Taken, shown: Any, plain: Any) -> bool:
+    """Whether operations after what was taken make both numbers."""
+    more = source.operations[len(one.source.operations) :]
+    try:
+        made = result_of(more, one.value), result_of(more, one.shown)
+    except ArithmeticError:
+        return False
+    return repr(made) == repr((plain, shown))
+
+
+def _sources(one: Taken, shown: Any) -> Iterator[Source]:
+    """How a number may follow from what an operator took: as it is, or as operators compute others of theirs (the share that
+    dropout keeps, the exponent of a derivative)."""
+    for more in (*_DERIVED, *_by_whole_numbers(one.shown, shown)):
+        yield Source(one.source.number, (*one.source.operations, *more))
+
+
+_REST = Operation(operator.sub, 1, reflected=True)
+_INVERSE = Operation(operator.truediv, 1, reflected=True)
+_DERIVED: tuple[Operations, ...] = (
+    (),
+    (_REST,),
+    (Operation(operator.sub, 1),),
+    (Operation(operator.mul, -1),),
+    (_INVERSE,),
+    (_REST, _INVERSE),
+)
+
+
+def _by_whole_numbers(taken: Any, shown: Any) -> Iterator[Operations]:
+    """Divided by a number of classes, or times one."""
+    for function, ratio in ((operator.truediv, (taken, shown)), (operator.mul, (shown, taken))):
+        try:
+            number = round(ratio[0] / ratio[1])
+        except (ArithmeticError, ValueError):
+            continue
+        yield (Operation(function, number),)

@@ -1,0 +1,124 @@
+"""Random programs that compute with numbers which are other ones in every call, beside eager."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from tests.fuzz.changed import Thing
+
+STEPS = 9
+NUMBERS = [
+    "self.beta", "self.tau", "self.config.rate", "self.config.loss.weight", "self.drop.p", "self.count", "self.step / 20",
+    "weight", "temperature", "random.random()", "random.uniform(0.5, 2.0)", "np.random.rand()",
+]  # fmt: skip
+FUNCTIONS = [
+    "({v})", "(1 - {v})", "min(1.0, {v})", "max(0.1, {v})", "math.exp(-{v})", "(0.5 * (1 + math.cos({v})))", "({v} ** 2)",
+    "(2.0 / (1 + {v}))", "abs({v} - 0.5)", "({v} if {v} > 0.3 else 0.3)", "float({v})", "round({v}, 1)", "({v} // 0.1 * 0.1)",
+    "({v} % 0.3)", "({v} * 1)", "(3 * {v} + 1)", "math.tanh({v})", "math.sqrt(abs({v}))", "(-{v})",
+]  # fmt: skip
+OPERATORS = [
+    "h * {n}", "{n} * h", "h / (abs({n}) + 3)", "h - {n}", "{n} - h", "h + {n} * h.sin()",
+    "h.clamp(-abs({n}) - 0.1, abs({n}) + 0.1)", "F.dropout(h, min(0.9, abs({n})))", "torch.lerp(h, h.cos(), {n})",
+    "F.leaky_relu(h, {n})", "F.elu(h, abs({n}) + 0.1)", "h.abs().add(0.1) ** ({n})",
+    "F.softmax(h / (abs({n}) + 0.2), -1)", "h.masked_fill(h > {n}, {n})", "h + torch.full_like(h, {n})",
+    "torch.where(h < {n}, h, h * 0.5)", "h * torch.tensor({n})", "torch.add(h, h.cos(), alpha={n})",
+    "h.mul({n}).add_({n})", "F.softplus(h, abs({n}) + 0.5)", "h + torch.randn_like(h) * {n}",
+    "F.layer_norm(h, (8,), eps=abs({n}) + 1e-5)", "Reversed.apply(h, {n})", "torch.addcmul(h, h, h.sin(), value={n})",
+    "F.hardtanh(h, -1.0, abs({n}) + 0.1)", "h * h.new_tensor({n})", "F.gumbel_softmax(h, tau=abs({n}) + 0.3)",
+    "h * {n} * {m}", "h * ({n} * {m})", "F.threshold(h, {n}, 0.0)", "h.fmod(abs({n}) + 0.5)",
+    "{n} * (h if {n} > 0.5 else h.sin())",
+]  # fmt: skip
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient.neg() * ctx.weight + gradient * 0.5, None
+
+
+def _source(draw: random.Random) -> str:
+    def number() -> str:
+        text = draw.choice(NUMBERS)
+        for _ in range(draw.randrange(3)):
+            text = draw.choice(FUNCTIONS).format(v=text)
+        return text
+
+    lines = ["self.step += 1"] if draw.random() < 0.5 else []
+    lines.append("h = torch.tanh(self.first(x))")
+    for _ in range(draw.randrange(2, 6)):
+        lines.append(f"h = {draw.choice(OPERATORS).format(n=number(), m=number())}")
+        lines += ["h = torch.tanh(self.second(h))"] if draw.random() < 0.4 else []
+    lines.append(f"return h.square().mean() * {number() if draw.random() < 0.5 else 1}")
+    return "def forward(self, x, weight, temperature=1.0):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _model(source: str) -> Any:
+    names: dict[str, Any] = {
+        "torch": torch, "F": F, "math": math, "random": random, "np": np, "Reversed": Reversed, "__name__": __name__
+    }  # fmt: skip
+    exec(source, names)
+    torch.manual_seed(0)
+    model: Any = type("Numbered", (nn.Module,), {"forward": names["forward"], "__module__": __name__})()
+    model.first, model.second, model.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.3)
+    model.beta, model.tau, model.count, model.step = 0.1, 1.0, 3, 0
+    model.config = Thing(rate=0.2, loss=Thing(weight=1.5))
+    return model
+
+
+def _run(model: Any, step: int, rows: int) -> Any:
+    """What a step computes and leaves behind; the kind of error where it ends in one."""
+    model.beta, model.tau, model.drop.p, model.count = 0.05 * step, 2 * 0.9**step, 0.05 * (step % 7), step
+    model.config.rate, model.config.loss.weight = 0.2 + 0.1 * step, 1.5 - 0.1 * step
+    random.seed(step)
+    np.random.seed(step)
+    torch.manual_seed(step)
+    model.zero_grad()
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(step))
+    try:
+        loss = model(x, 0.3 + 0.1 * step, temperature=1.0 if step < 4 else 1.5)
+        loss.backward()
+    except (ArithmeticError, ValueError, RuntimeError) as error:
+        return type(error).__name__
+    gradients = [None if one.grad is None else repr(one.grad.tolist()) for one in model.parameters()]
+    return repr(loss.item()), gradients, model.step, torch.get_rng_state().tolist(), random.getstate()
+
+
+def _check(seed: int) -> None:
+    draw = random.Random(seed)
+    source = _source(draw)
+    plain = _model(source)
+    planned = copy.deepcopy(plain)
+    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    varies = draw.random() < 0.4
+    for step in range(STEPS):
+        rows = draw.randrange(3, 9) if varies else 4
+        expected = _run(plain, step, rows)
+        assert _run(planned, step, rows) == expected, f"step {step} of\n{source}"
+        if isinstance(expected, str):
+            return
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_numbers(seed: int) -> None:
+    _check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8, 400))
+def test_more_random_numbers(seed: int) -> None:
+    _check(seed)
