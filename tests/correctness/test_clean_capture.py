@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 from typing import Any
@@ -101,7 +102,9 @@ def _live_tensor_bytes() -> int:
     storages = {}
     for found in gc.get_objects():
         if type(found) in (torch.Tensor, nn.Parameter) and found.device.type == "cpu":
-            storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+            storage = found.untyped_storage()
+            with contextlib.suppress(RuntimeError):  # what is kept of a call knows the sizes of storages, but has no memory
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
