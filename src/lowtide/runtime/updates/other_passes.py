@@ -18,10 +18,8 @@ class OtherPasses:
 
     def __init__(self) -> None:
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._kept: tuple[int, frozenset[int]] = (
-            -1,
-            frozenset(),
-        )  # the latest backward pass in which gradients were, whose
+        # The latest backward pass in which gradients were kept, by its number, and whose.
+        self._kept: tuple[int, frozenset[int]] = (-1, frozenset())
         self._every.add(self)
 
     def called(self, call: Any) -> None:
