@@ -103,7 +103,8 @@ def _live_tensor_bytes() -> int:
     for found in gc.get_objects():
         if type(found) in (torch.Tensor, nn.Parameter) and found.device.type == "cpu":
             storage = found.untyped_storage()
-            with contextlib.suppress(RuntimeError):  # what is kept of a call knows the sizes of storages, but has no memory
+            # What is kept of a call knows the sizes of storages, but has no memory.
+            with contextlib.suppress(RuntimeError):
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
