@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lowtide
-from tests.fuzz.changed import Computes, rows
+from tests.fuzz.changed import Computes, Reversed, rows
 
 _number = 0
 _iterator = itertools.count(1)
@@ -258,6 +258,18 @@ LATE: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Any]]] = {
 }
 
 
+def _eight_steps(model: nn.Module, linear: nn.Linear) -> list[Any]:
+    """The losses, and the gradients of a layer."""
+    steps = []
+    for step in range(8):
+        model.zero_grad()
+        loss = model(rows() + step)
+        loss.backward()
+        assert linear.weight.grad is not None
+        steps.append((loss.item(), linear.weight.grad.tolist()))
+    return steps
+
+
 @pytest.mark.parametrize("case", LATE)
 def test_counters_that_matter_in_a_later_call(case: str) -> None:
     """No three calls in a row show that the sixth is another program: what reads the counter is not planned."""
@@ -273,13 +285,7 @@ def test_counters_that_matter_in_a_later_call(case: str) -> None:
             with pytest.raises(lowtide.CaptureError, match="forward pass changes"):
                 lowtide.rematerialize(model, (rows(),), budget="100%", on_capture_error="error")
             lowtide.rematerialize(model, budget="100%", planner="keep-all")
-        steps = []
-        for step in range(8):
-            model.zero_grad()
-            loss = model(rows() + step)
-            loss.backward()
-            steps.append((loss.item(), model[0].linear.weight.grad.tolist()))
-        found.append(steps)
+        found.append(_eight_steps(model, model[0].linear))
     assert found[0] == found[1]
 
 
@@ -374,13 +380,7 @@ def _steps(compute: Callable[..., torch.Tensor], prepare: Callable[[Any], None])
         model: Any = Computes(compute, prepare)
         if planned:
             lowtide.rematerialize(model, budget="100%", planner="keep-all")
-        steps = []
-        for step in range(8):
-            model.zero_grad()
-            loss = model(rows() + step)
-            loss.backward()
-            steps.append((loss.item(), model.linear.weight.grad.tolist()))
-        found.append(steps)
+        found.append(_eight_steps(model, model.linear))
     return found[0], found[1], model
 
 
@@ -417,19 +417,6 @@ def test_an_object_that_is_a_hook_and_counts() -> None:
     assert hook.calls == 0
 
 
-class _Reversed(torch.autograd.Function):
-    """Its forward pass is none of its number's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, share: float) -> torch.Tensor:
-        ctx.share = share
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return -ctx.share * gradients[0], None
-
-
 def _hooked(module: Any, y: torch.Tensor) -> torch.Tensor:
     share = module.calls
     y.register_hook(lambda gradient: gradient * share)
@@ -437,7 +424,7 @@ def _hooked(module: Any, y: torch.Tensor) -> torch.Tensor:
 
 
 BACKWARD: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
-    "function": lambda module, y: _Reversed.apply(y, module.calls / 10),  # type: ignore[no-untyped-call]
+    "function": lambda module, y: Reversed.apply(y, module.calls / 10),  # type: ignore[no-untyped-call]
     "hook": _hooked,
 }
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from tests.fuzz.changed import Computes, Thing, having, rows
+from tests.fuzz.changed import Computes, Reversed, Thing, having, rows
 
 STEPS = 12
 Compute = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -72,19 +72,8 @@ def _an_integer(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y * self.step + (x * 10).long() * self.step + torch.full((4,), self.step)
 
 
-class _Reversal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
-        ctx.weight = weight
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return gradient.neg() * ctx.weight, None
-
-
 def _against_the_gradient(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return _Reversal.apply(y, self.beta)
+    return Reversed.apply(y, self.beta)
 
 
 def _of_a_configuration(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

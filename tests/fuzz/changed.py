@@ -64,6 +64,19 @@ class Turned(torch.autograd.Function):
         return -gradient * ctx.owner.number, None
 
 
+class Reversed(torch.autograd.Function):
+    """Turns gradients round and scales them by a number, of which its forward pass takes none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient.neg() * ctx.weight, None
+
+
 def part_of(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """For ``Computes``: what its submodule ``part`` makes."""
     made: torch.Tensor = self.part(y)

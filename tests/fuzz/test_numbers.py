@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from tests.fuzz.changed import Thing
+from tests.fuzz.changed import Reversed, Thing
 
 STEPS = 9
 NUMBERS = [
@@ -38,17 +38,6 @@ OPERATORS = [
     "h * {n} * {m}", "h * ({n} * {m})", "F.threshold(h, {n}, 0.0)", "h.fmod(abs({n}) + 0.5)",
     "{n} * (h if {n} > 0.5 else h.sin())",
 ]  # fmt: skip
-
-
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
-        ctx.weight = weight
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return gradient.neg() * ctx.weight + gradient * 0.5, None
 
 
 def _source(draw: random.Random) -> str:

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from lowtide.capture.python_state.code.beside import code_of, places_of
+from lowtide.capture.python_state.code.beside import Code, places_of
 from lowtide.capture.python_state.guards.compared import StandIn
 from lowtide.capture.trace.known_values import unknown
 from lowtide.capture.trace.patches import all_wrapped
@@ -43,15 +42,13 @@ _SPECIAL_FACTORS = (0, 1)  # of what is added: ``alpha``
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _MAKING = (torch.tensor, torch.as_tensor)
-
-
 _UNARY = "exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh erf fabs radians degrees"
 
 
 @contextlib.contextmanager
-def followed_by_math(model: nn.Module) -> Iterator[None]:
-    """Inside, functions of ``math`` take stand-ins, wherever the model's code has them from."""
-    with all_wrapped(places_of([(math, _UNARY.split())], code_of(model)[1]), _following):
+def followed_by_math(code: Code) -> Iterator[None]:
+    """Inside, functions of ``math`` take stand-ins, wherever the model's ``code`` has them from."""
+    with all_wrapped(places_of([(math, _UNARY.split())], code[1]), _following):
         yield
 
 

@@ -22,6 +22,7 @@ from lowtide.capture.copies import copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
 from lowtide.capture.model_state import State
 from lowtide.capture.python_state.code import late, process
+from lowtide.capture.python_state.code.beside import code_of
 from lowtide.capture.python_state.effects import attribute_effects, backward_effects, random_numbers
 from lowtide.capture.python_state.effects.argument_effects import ArgumentWrite, ArgumentWrites
 from lowtide.capture.python_state.effects.buffer_effects import (
@@ -301,9 +302,10 @@ class TracedModel:
         constant = _constant if self._reached is None else None
         # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
+        code = code_of(model)
         with (
-            self.recorder(model, self.latest_reads.contents),
-            followed_by_math(model),
+            self.recorder(code, self.latest_reads.contents),
+            followed_by_math(code),
             ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
             random_numbers.none_by(model, reached.generators),
             observer.watching(),

@@ -93,11 +93,8 @@ def as_tensor(number: Any) -> torch.Tensor:
 def with_scalars(shown: Program, plain: Program, taken: Sequence[Taken]) -> Program | None:
     """``plain``, with scalars where ``shown``, the same call traced with other numbers, has another number that follows from
     what was ``taken``. ``None`` where the two differ otherwise."""
-    if len(shown.calls) != len(plain.calls):
-        return None
-    try:
-        calls = tuple(_call(one, other, taken) for one, other in zip(shown.calls, plain.calls, strict=True))
-    except _UnexplainedError:
+    calls = _matched(shown, plain, lambda one, other: _call(one, other, taken))
+    if calls is None:
         return None
     found = replace(plain, calls=calls)
     return found if found.same_as(replace(shown, calls=calls), frozenset()) else None
@@ -106,13 +103,18 @@ def with_scalars(shown: Program, plain: Program, taken: Sequence[Taken]) -> Prog
 def with_scalars_of(like: Program, program: Program, numbers: Sequence[Any]) -> Program | None:
     """``program`` with the scalars of another one of the same operators; ``numbers``: the changing ones as it was traced with
     them. ``None`` where that has others in their places."""
-    if len(like.calls) != len(program.calls):
+    calls = _matched(like, program, lambda old, call: _like(old, call, numbers))
+    return None if calls is None else replace(program, calls=calls)
+
+
+def _matched(one: Program, other: Program, match: Callable[[Call, Call], Call]) -> tuple[Call, ...] | None:
+    """What their calls, of each the one with that of the other, are made to; ``None`` where two do not match."""
+    if len(one.calls) != len(other.calls):
         return None
     try:
-        calls = tuple(_like(old, call, numbers) for old, call in zip(like.calls, program.calls, strict=True))
+        return tuple(map(match, one.calls, other.calls))
     except _UnexplainedError:
         return None
-    return replace(program, calls=calls)
 
 
 def _like(old: Call, call: Call, numbers: Sequence[Any]) -> Call:

@@ -209,9 +209,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Provenance | None:
         """How the result of ``func`` is computed, where every tensor argument is known."""
-        if is_unknown():
-            return None
-        folded = fold_uniform(func, args)
+        folded = None if is_unknown() else fold_uniform(func, args)
         if folded is not None:
             return Provenance(constant=folded)
         if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
@@ -228,6 +226,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return None
         if func._schema.is_mutable:
             _forget(flat)
+            return None
+        if is_unknown():
             return None
         depends = any(
             known.depends_on_input if isinstance(known, Provenance) else isinstance(known, SYMBOLIC) for known in knowns

@@ -12,9 +12,10 @@ from torch import nn
 from lowtide.capture.python_state.code.code_names import is_trusted
 
 Variable = tuple[types.ModuleType, str, Any]
+Code = tuple[set[type], list[Variable]]  # see ``code_of``
 
 
-def code_of(model: nn.Module) -> tuple[set[type], list[Variable]]:
+def code_of(model: nn.Module) -> Code:
     """The classes of the model's modules, and all that is beside them, in the modules that define them."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_trusted(kind)}
     files = filter(None, map(sys.modules.get, sorted({kind.__module__ for kind in kinds})))

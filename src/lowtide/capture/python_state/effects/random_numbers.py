@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.code.beside import Variable, code_of, places_of
+from lowtide.capture.python_state.code.beside import Code, Variable, places_of
 from lowtide.capture.python_state.code.code_names import functions_of
 from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.reads import Content
@@ -242,11 +242,12 @@ class RandomRecorder:
         self.moved = False
 
     @contextlib.contextmanager
-    def __call__(self, model: nn.Module, contents: dict[int, Content]) -> Iterator[None]:
-        """Around one forward pass of the model. ``contents``: of holders, to which those that change meanwhile are added."""
+    def __call__(self, code: Code, contents: dict[int, Content]) -> Iterator[None]:
+        """Around one forward pass of a model with this ``code``. ``contents``: of holders, to which those that change meanwhile
+        are added."""
         self.numbers, self.seeded = [], False
         with untouched(self.start), contextlib.ExitStack() as stack:
-            kinds, beside = code_of(model)
+            kinds, beside = code
             stack.enter_context(all_wrapped(_SEEDING, self._seeding))
             if self.comparing:
                 stack.enter_context(all_wrapped(places_of(_SCALARS, beside), self._recording))
