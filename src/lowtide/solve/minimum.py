@@ -20,9 +20,10 @@ from lowtide.store.keys import content_key
 _ROUND = _QUICKER_ROUND = 12_000  # iterations of a run, about a tenth of a second; of one that makes a schedule quicker
 _ROUNDS, _PATIENCE = 30, 6  # at most; so many without anything lower end it
 _JOIN = 4  # every so many rounds the line that lags behind goes on from the other
-_SMALL_NODES = 200  # up to which the lines join once without anything lower
+_SMALL_NODES = 200  # up to which the lines join once without anything lower, and every search is tried
 _FIRST_STREAM, _HEATS = 512, (0.1, 3.0)  # first temperatures, in mean node times, which take turns
 _FEW_NODES = 64
+_VARIANTS = 4  # of the search: other random numbers
 _NEAR = 1.1  # times the target: as far as searches with other random numbers differ
 _ABOVE = (1.0, 1.02)  # times the least budget: what is said of budgets at and just above it
 _QUICKER_STREAM, _QUICKER_HEATS = 50, (2.0, 0.3)
@@ -35,11 +36,11 @@ def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedu
     graphs of a few nodes, a search from nested segment checkpointing for others."""
     portfolio = make_portfolio(graph, costs, seed)
     exact = smallest_exactly(portfolio)
-    found = exact or portfolio.schedule(lowest_candidate(portfolio, 0))
+    found = exact or portfolio.schedule(lowest(lowest_candidates(portfolio, 0)))
     schedules = [keep_all_schedule(graph), found]
     if exact is None and outputs_in_the_way(graph, costs, found):
         portfolio = make_portfolio(graph, costs, seed, released=True)
-        schedules.append(portfolio.schedule(lowest_candidate(portfolio, 0)))
+        schedules.append(portfolio.schedule(lowest(lowest_candidates(portfolio, 0))))
     return min(((simulate(graph, costs, one).peak_bytes, one) for one in schedules), key=lambda pair: pair[0])
 
 
@@ -77,11 +78,13 @@ def lowest_candidate(portfolio: Portfolio, target_bytes: int, variant: int = 0) 
     return found
 
 
-def lowest_candidates(portfolio: Portfolio, target_bytes: int, most: int) -> list[Candidate]:
+def lowest_candidates(portfolio: Portfolio, target_bytes: int, most: int = _VARIANTS) -> list[Candidate]:
     """What up to ``most`` such searches come to: one may miss what another meets, and of those that meet the target one may be
-    far quicker. Only the first where that stays far above the target, or cannot go lower."""
+    far quicker. Only the first where that cannot go lower, or stays far above the target in a program of many operators, where
+    each takes long; in others the least that is named for a target far below is then what targets next to it meet."""
     first = lowest_candidate(portfolio, target_bytes)
-    if first.peak_bytes > _NEAR * target_bytes or target_bytes < first.peak_bytes <= _proven_bytes(portfolio):
+    far = first.peak_bytes > _NEAR * target_bytes and portfolio.model.nodes > _SMALL_NODES
+    if far or target_bytes < first.peak_bytes <= _proven_bytes(portfolio):
         return [first]
     return [first, *(lowest_candidate(portfolio, target_bytes, variant) for variant in range(1, most))]
 

@@ -26,7 +26,6 @@ _CHILDREN = (0.1, 0.04)  # those of a generation, which go on two threads
 _STRICT = (0.3, 1.0)  # those of every third one far from the bound, which stay within the budget
 _RUN_PART, _CHILD_PART = 8, 16  # the part of the iterations that falls to a run, and to a child's
 _FIRST_STRICT, _FIRST_CHILD = 40, 64  # streams of random numbers, other than of the first runs and of the lowest peak
-_VARIANTS = 4  # of searches for the lowest peak
 _POINTS, _POPULATION = 4, 10  # starting points that take part; sequences that are recombined
 _GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # at most, and above so many nodes
 # How far from the bound, in parts of the program's time, a plan may stay before the bound and the search try more.
@@ -99,7 +98,7 @@ def _fitting(
     found = bool(fitting)
     if not found:
         problem.progress("lowering the peak", 0.05)
-        met = lowest_candidates(portfolio, budget, _VARIANTS if effort else 1)
+        met = lowest_candidates(portfolio, budget) if effort else lowest_candidates(portfolio, budget, 1)
         fitting = [point for point in met if point.peak_bytes <= budget] or [lowest(met)]
     if (effort and found) or fitting[0].peak_bytes > budget:
         return fitting
