@@ -199,7 +199,7 @@ def test_a_flag_is_not(caplog: pytest.LogCaptureFixture) -> None:
 
 def _annealed(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     model.calls += 1
-    return h * round(1 / model.calls, 3)
+    return h * float(f"{1 / model.calls:.3f}")
 
 
 def _switched(model: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor | None:

@@ -264,7 +264,7 @@ class _Warmed(nn.Module):
         self.body = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        share = 1.0 if self.step >= self.last else round(self.step / self.last, 4)
+        share = 1.0 if self.step >= self.last else float(f"{self.step / self.last:.4f}")
         return self.body(x).square().mean() * share
 
 

@@ -84,6 +84,19 @@ def _two_alike(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y * self.beta + y.sin() * self.twin
 
 
+def _of_two(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    share = self.beta * (1 - self.tau / 3) + self.step / (1 + self.tau)
+    return y * share + y.square() * (self.beta * self.beta) - x / (self.beta + self.twin)
+
+
+def _of_three(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y * (self.beta * self.tau * self.config.rate + 1) ** 2 + y * math.exp(-self.beta * self.tau)
+
+
+def _against_another(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y * max(self.beta, self.tau / 40) if self.beta < self.tau else y * self.tau
+
+
 def _to_shares(model: Any, step: int) -> None:
     model.step, model.beta, model.tau, model.twin = step + 3, 0.03 * (step + 1), 2 * 0.95**step, 0.5 - 0.03 * step
     model.drop.p, model.config.rate, model.config.loss.weight = 0.5 - 0.03 * step, 0.1 * step + 0.05, 0.3 / (step + 1)
@@ -116,6 +129,9 @@ CASES: dict[str, tuple[Compute, Callable[[Any, int], None], int]] = {
     "in the backward pass of a function": (_against_the_gradient, _to_shares, 2),
     "in a configuration": (_of_a_configuration, _to_shares, 3),
     "an integer that grows beyond all": (lambda self, y, x: y * (self.step / 3), _to_large, 8),
+    "two with each other": (_of_two, _to_shares, 2),
+    "three with each other": (_of_three, _to_shares, 2),
+    "compared with another": (_against_another, _to_shares, 3),
     "two that are equal at first": (_two_alike, _to_equal, 3),
 }
 
@@ -162,12 +178,50 @@ def _in_pieces(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y * (self.step // 4) + y.sin() * (self.step % 3)
 
 
+def _in_steps(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Where another number close to it makes the same of it."""
+    return y * max(0.1, (self.beta + 0.33) // 0.1 * 0.1)
+
+
+def _asked_while_it_counts(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Whose trace fails by the one number, and not by the count."""
+    self.step += 1
+    return y * round(torch.tensor(self.beta).item(), 1)
+
+
+def _close_to_nothing(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Where 1 less is rounded to 1 less than nothing, as the derivative of a power has it."""
+    return y.abs().add(0.1) ** (self.beta**12) + y.abs().add(0.1) ** (-(self.tau**40) / 1e20)
+
+
+def _alike_for_some(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Two that are the same in the calls that are captured."""
+    return y - (-(self.beta % 0.2)) + y.square() * self.beta
+
+
 def _as_a_size(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y[:, : self.step % 4 + 1].sum(1, keepdim=True) + F.interpolate(y[None], scale_factor=1 + self.beta)[0, :, :4]
 
 
 def _of_several(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y * (self.beta * self.tau) + torch.tensor([self.beta, self.tau]).sum() * y
+
+
+def _of_one_that_is_more(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y * (self.beta * self.tau) + y.sin() * round(self.tau * self.beta, 2) + y.cos() * (self.beta // self.twin)
+
+
+def _kept_of_two(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    self.product = self.beta * self.tau
+    self.step = self.step * self.step % 7 + 1
+    return y * self.product * self.step
+
+
+def _divided(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    try:
+        return y * (self.beta / (self.step - 6))
+    except ZeroDivisionError:
+        return y
 
 
 def _special(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -200,8 +254,15 @@ def _asked_of_integers(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Ten
         _asked_of_integers,
         _nothing_follows,
         _in_pieces,
+        _in_steps,
+        _close_to_nothing,
+        _asked_while_it_counts,
+        _alike_for_some,
         _as_a_size,
         _of_several,
+        _of_one_that_is_more,
+        _kept_of_two,
+        _divided,
         _special,
         _bare,
     ],
@@ -309,6 +370,27 @@ def test_numbers_among_arguments(sizes: int, caplog: pytest.LogCaptureFixture) -
     assert planned.forward.parts is None
     with lowtide.checked(every=1):
         planned(rows(), 0.3, 9, tau=2.0).backward()
+
+
+class _AsksForTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x).tanh()
+        return y * weight if type(weight) is float else y.sin()
+
+
+def test_an_argument_whose_class_is_asked_for() -> None:
+    torch.manual_seed(0)
+    plain = _AsksForTypes()
+    planned = copy.deepcopy(plain)
+    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    for step in range(5):
+        expected, found = (model(rows(), 0.1 * step) for model in (plain, planned))
+        assert torch.equal(expected, found)
+        found.sum().backward()
 
 
 def test_arguments_that_wait_keep_their_numbers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import types
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ STEPS = 9
 NUMBERS = [
     "self.beta", "self.tau", "self.config.rate", "self.config.loss.weight", "self.drop.p", "self.count", "self.step / 20",
     "weight", "temperature", "random.random()", "random.uniform(0.5, 2.0)", "np.random.rand()",
+    "self.weights['kl']", "self.weights['deep'][0]", "self.schedule[1]", "self.space.rate", "self.rate", "self.first.cfg['kl']",
+    "(self.beta * weight)", "(self.tau / (1 + abs(self.count)))", "(self.weights['kl'] + self.rate)",
+    "max(self.beta, self.rate)", "sum(self.schedule)", "sum(self.weights['deep'])",
 ]  # fmt: skip
 FUNCTIONS = [
     "({v})", "(1 - {v})", "min(1.0, {v})", "max(0.1, {v})", "math.exp(-{v})", "(0.5 * (1 + math.cos({v})))", "({v} ** 2)",
@@ -52,7 +56,10 @@ def _source(draw: random.Random) -> str:
     for _ in range(draw.randrange(2, 6)):
         lines.append(f"h = {draw.choice(OPERATORS).format(n=number(), m=number())}")
         lines += ["h = torch.tanh(self.second(h))"] if draw.random() < 0.4 else []
-    lines.append(f"return h.square().mean() * {number() if draw.random() < 0.5 else 1}")
+    if draw.random() < 0.2:
+        lines.append(f"self.weights[{draw.choice(['kl', 'new'])!r}] = {number()}")
+    result = f"h.square().mean() * {number() if draw.random() < 0.5 else 1}"
+    lines.append(f"return {result}, [{', '.join(number() for _ in range(draw.randrange(3)))}]")
     return "def forward(self, x, weight, temperature=1.0):\n" + "".join(f"    {line}\n" for line in lines)
 
 
@@ -66,6 +73,9 @@ def _model(source: str) -> Any:
     model.first, model.second, model.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.3)
     model.beta, model.tau, model.count, model.step = 0.1, 1.0, 3, 0
     model.config = Thing(rate=0.2, loss=Thing(weight=1.5))
+    model.weights, model.schedule = {"kl": 0.3, "deep": [0.5, 2.0]}, [0.1, 0.7]
+    model.space, model.rate = types.SimpleNamespace(rate=0.4), np.float64(0.6)
+    model.first.cfg = model.weights
     return model
 
 
@@ -73,18 +83,28 @@ def _run(model: Any, step: int, rows: int) -> Any:
     """What a step computes and leaves behind; the kind of error where it ends in one."""
     model.beta, model.tau, model.drop.p, model.count = 0.05 * step, 2 * 0.9**step, 0.05 * (step % 7), step
     model.config.rate, model.config.loss.weight = 0.2 + 0.1 * step, 1.5 - 0.1 * step
+    if step % 4 == 3:
+        model.weights, model.schedule = copy.deepcopy(model.weights), [*model.schedule]
+        model.first.cfg = model.weights if step < 6 else dict(model.weights)
+    model.weights["kl"], model.weights["deep"][0], model.schedule[1] = (
+        0.3 + 0.05 * step,
+        1 / (step + 1),
+        0.7 - 0.1 * step,
+    )
+    model.space.rate, model.rate = 0.4 + 0.02 * step, np.float64(0.6 - 0.03 * step)
     random.seed(step)
     np.random.seed(step)
     torch.manual_seed(step)
     model.zero_grad()
     x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(step))
     try:
-        loss = model(x, 0.3 + 0.1 * step, temperature=1.0 if step < 4 else 1.5)
+        loss, numbers = model(x, 0.3 + 0.1 * step, temperature=1.0 if step < 4 else 1.5)
         loss.backward()
     except (ArithmeticError, ValueError, RuntimeError) as error:
         return type(error).__name__
     gradients = [None if one.grad is None else repr(one.grad.tolist()) for one in model.parameters()]
-    return repr(loss.item()), gradients, model.step, torch.get_rng_state().tolist(), random.getstate()
+    left = repr((loss.item(), numbers, model.weights, model.first.cfg))
+    return left, gradients, model.step, torch.get_rng_state().tolist(), random.getstate()
 
 
 def _check(seed: int) -> None:

@@ -204,7 +204,7 @@ class _Annealed(nn.Module):
         self.register_forward_pre_hook(lambda module, _: setattr(module, "share", module.share * 0.9))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + round(self.share, 6) * self.block(x)).square().mean()
+        return (x + float(f"{self.share:.6f}") * self.block(x)).square().mean()
 
 
 def test_an_annealed_number_costs_few_captures(caplog: pytest.LogCaptureFixture) -> None:
@@ -255,7 +255,7 @@ class _Shrinking(nn.Module):
         self.body = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x).square().mean() * round(random.random(), 6)
+        return self.body(x).square().mean() * float(f"{random.random():.6f}")
 
 
 def test_what_does_not_fit_in_parts_runs_online(caplog: pytest.LogCaptureFixture) -> None:

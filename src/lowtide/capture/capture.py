@@ -29,11 +29,12 @@ from lowtide.capture.python_state.effects.backward_effects import BackwardEffect
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder
 from lowtide.capture.python_state.guards import counters
-from lowtide.capture.python_state.guards.compared import ComparedNumber, Comparisons
+from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.counters import Readers
 from lowtide.capture.python_state.guards.external_effects import hooks_kept
 from lowtide.capture.python_state.guards.guards import Guards
 from lowtide.capture.python_state.guards.reads import Place, Read, read_of
+from lowtide.capture.python_state.guards.standing import Numbers
 from lowtide.capture.python_state.paths import AttributePath, leaf, sharing
 from lowtide.capture.refusals import (
     capture_error,
@@ -55,12 +56,12 @@ from lowtide.capture.traced_model import TracedCall, TracedModel
 from lowtide.errors import CaptureError, LowtideError, NoGradientError
 from lowtide.memory.collector import collector_held
 from lowtide.objects import structure
-from lowtide.objects.walk import current
+from lowtide.objects.places import current
 from lowtide.program.distributed.gathers import with_gathers
 from lowtide.program.distributed.local import with_own_sizes
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask
-from lowtide.program.scalars import Taken, with_scalars, with_scalars_of
+from lowtide.program.scalars import with_scalars, with_scalars_of
 
 Rewrite = Callable[[torch.fx.GraphModule], None]
 _LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
@@ -112,19 +113,30 @@ def capture(
         given = {read.place: read for read in map(read_of, structure.changing(arguments))}
         recorder, scalars = known.recorder or RandomRecorder(), known.scalars and (sizes is None or like is not None)
         known = replace(known, numbers={**known.numbers, **given}, recorder=recorder, scalars=scalars)
-        trace, known = _traced(call, known)
-        captured = _finished(call, trace, rewrite)
-        return _with_scalars(call, trace, captured, known, rewrite, like) if trace.traced.taken else captured
+        while True:
+            trace, known = _traced(call, known)
+            captured = _finished(call, trace, rewrite)
+            if not trace.traced.numbers.taken:
+                return captured
+            found = _with_scalars(call, trace, captured, known, rewrite, like)
+            if isinstance(found, Captured):
+                return found
+            known = found
 
 
 def _with_scalars(
     call: TracedCall, trace: _Trace, captured: Captured, known: Known, rewrite: Rewrite | None, like: Captured | None
-) -> Captured:
+) -> Captured | Known:
     """A call of which operators take numbers that change, as one capture for all of them: traced with others in their place,
     it must be the same program but for what follows from these. With symbolic sizes, these are where they are in a capture
-    ``like`` this one. Otherwise they are constants."""
+    ``like`` this one. Otherwise what is known then: some of them are constants."""
+    recorder = known.recorder
+    assert recorder is not None
     if like is None:
-        trace, known = _traced(call, replace(known, moved=True))
+        drawn = recorder.comparing
+        trace, later = _traced(call, replace(known, moved=True))
+        if later.computed != known.computed or recorder.comparing != drawn:
+            return replace(later, moved=False)
         moved = _finished(call, trace, rewrite)
         reads, taken = trace.traced.inputs()
         same = moved.contract.same_as(captured.contract)
@@ -136,10 +148,8 @@ def _with_scalars(
         program = with_scalars_of(like.program, captured.program, numbers) if same else None
     if program is not None:
         return Captured(program, replace(captured.contract, scalars=tuple(reads)))
-    assert known.recorder is not None
-    known.recorder.comparing = known.recorder.comparing and all(isinstance(one, Read) for one in reads)
-    computed = known.computed.union(one.place for one in reads if isinstance(one, Read))
-    return _finished(call, _traced(call, replace(known, computed=computed, moved=False))[0], rewrite)
+    recorder.comparing = recorder.comparing and all(isinstance(one, Read) for one in reads)
+    return replace(known, computed=known.computed.union(one.place for one in reads if isinstance(one, Read)))
 
 
 def _traced(call: TracedCall, known: Known) -> tuple[_Trace, Known]:
@@ -171,14 +181,9 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     mode = AnsweringFakeMode(call.sizes, known.expected)
     held, followed = _followed(model, known.follow, (*call.state.registered, *call.tensors))
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
-    compared = [read for place, read in known.numbers.items() if place not in known.computed]
-    taken: list[Taken] = []
-    recorder.taken, recorder.moved = taken if known.scalars else None, known.moved
-    numbers = [
-        ComparedNumber.of(read, number if known.scalars else None, known.moved, taken)
-        for number, read in enumerate(compared)
-    ]
-    traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, taken, mode.expectations)
+    numbers = Numbers(known.numbers.values(), known.scalars, known.moved, known.computed)
+    recorder.taken, recorder.moved = numbers.taken if known.scalars else None, known.moved
+    traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, mode.expectations)
     outside: list[Read] = []
 
     def learn() -> None:  # from the first run, before the joint graph is traced in vain
@@ -241,12 +246,13 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
 
 def _learned_of_numbers(known: Known, traced: TracedModel, *, failed: bool = False) -> Known | None:
     """Where the call does more than to compare numbers, or changes others than those that are known to change: what is known
-    now. A trace that has ``failed`` for no reason that is known may have done so for all of them."""
+    now. A trace that has ``failed`` for no reason that is known may have done so for those that operators took or, if there are
+    none, for all of them."""
     places = traced.used_otherwise(failed)
     if failed and not places:
-        places = {one.read.place for one in traced.numbers}
+        places = traced.numbers.places_taken() or {one.read.place for one in traced.numbers.every}
     if places:
-        of = {one.read.place: one.comparisons for one in traced.numbers if one.comparisons.answers}
+        of = {one.read.place: one.comparisons for one in traced.numbers.every if one.comparisons.answers}
         bounds = {**known.bounds, **{place: of[place] for place in places & of.keys()}}
         return replace(known, computed=known.computed | places, bounds=bounds)
     changing = {} if failed or known.effects is not None else traced.changing_numbers()
@@ -314,9 +320,8 @@ def _guards(model: nn.Module, trace: _Trace, settings: Sequence[attribute_effect
     effects, reads, held = trace.effects, trace.traced.reads, trace.held
     written = [one.place for one in effects.tensors if not one.once and one.place not in effects.carried]
     every = sharing(model, written)
-    compared = {read.place: comparisons for read, comparisons in trace.traced.numbers}
-    guards = Guards.of(model, reads, every, held, compared=compared)
+    guards = Guards.of(model, reads, every, held, compared=trace.traced.numbers.every)
     left = [(setting.place, setting.value) for setting in settings if setting.place in trace.traced.run.changes.plain]
     if not left or not effects.settled:
         return (guards,)
-    return guards, Guards.of(model, reads, every, held, left, compared)
+    return guards, Guards.of(model, reads, every, held, left, trace.traced.numbers.every)

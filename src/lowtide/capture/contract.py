@@ -17,14 +17,15 @@ from lowtide.capture.python_state.effects.attribute_effects import ValueEffect
 from lowtide.capture.python_state.effects.buffer_effects import MadeBuffer
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs
 from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder
-from lowtide.capture.python_state.guards.compared import Comparisons, CountedNumber
+from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.guards import Guards
 from lowtide.capture.python_state.guards.reads import Place, Read
+from lowtide.capture.python_state.guards.standing import CountedNumber
 from lowtide.capture.python_state.paths import AttributePath, value_at
 from lowtide.capture.rehearsal import Effects
 from lowtide.objects import structure
 from lowtide.objects.keys import fingerprint
-from lowtide.objects.walk import current
+from lowtide.objects.places import current
 from lowtide.program import Program
 from lowtide.program.distributed.local import formed
 from lowtide.program.layouts import memory_of

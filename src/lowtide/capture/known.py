@@ -14,7 +14,7 @@ from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.reads import Place, Read
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.rehearsal import Effects
-from lowtide.objects.walk import current
+from lowtide.objects.places import current
 
 
 @dataclass(frozen=True, slots=True)

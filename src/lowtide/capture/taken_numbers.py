@@ -97,7 +97,7 @@ def _taken(
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
     """A call of a function with numbers in the place of stand-ins, if it takes them."""
     if function in _MAKING and type(args[0]) is StandIn and kwargs.keys() <= {"dtype", "device"}:
-        dtype = torch.get_default_dtype() if args[0].kind is float else torch.int64
+        dtype = {float: torch.get_default_dtype(), int: torch.int64}.get(args[0].kind, torch.float64)
         function, args, kwargs = torch.full, ((), args[0], *args[1:]), {"dtype": dtype, **kwargs}
     special = _SPECIAL.get(function.__name__.removesuffix("_"))
     if special is None:

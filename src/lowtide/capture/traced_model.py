@@ -33,17 +33,17 @@ from lowtide.capture.python_state.effects.buffer_effects import (
     with_states,
 )
 from lowtide.capture.python_state.effects.random_numbers import RandomRecorder, drawn_number
-from lowtide.capture.python_state.effects.returned import with_originals
+from lowtide.capture.python_state.effects.returned import with_numbers, with_originals
 from lowtide.capture.python_state.effects.snapshots import snapshot
 from lowtide.capture.python_state.guards import twice
 from lowtide.capture.python_state.guards.caches import Caches, refuse_kept_for
 from lowtide.capture.python_state.guards.classes_shown import ClassesShown
-from lowtide.capture.python_state.guards.compared import ComparedNumber, CountedNumber, standing_in
 from lowtide.capture.python_state.guards.external_effects import ExternalEffects, hooks_in
 from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.observe import Observer
 from lowtide.capture.python_state.guards.reads import Place, Read, Reads, read_of
-from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned
+from lowtide.capture.python_state.guards.standing import CountedNumber, Numbers, standing_in
+from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned, value_at
 from lowtide.capture.taken_numbers import TakingNumbers, followed_by_math
 from lowtide.capture.tensor_calls import TensorCalls, compiled_operators_refused, told_as_in_eager
 from lowtide.capture.trace.autocast import periods_of_casts
@@ -59,10 +59,11 @@ from lowtide.capture.trace.staying import staying
 from lowtide.capture.trace.writes import RefuseWrites, refuse_required
 from lowtide.errors import CaptureError
 from lowtide.objects import structure
-from lowtide.objects.walk import ABSENT, CONTAINERS, current, is_open, parts_of, reachable
+from lowtide.objects.places import current
+from lowtide.objects.walk import ABSENT, CONTAINERS, is_open, parts_of, reachable
 from lowtide.program.distributed.local import distributed, local_results
 from lowtide.program.results import GradientMask, Viewed, bases, outputs_of, unreached
-from lowtide.program.scalars import NUMBERS, Taken
+from lowtide.program.scalars import CHANGING, Taken
 
 NO_SAVED_TENSORS_HOOKS = (
     "the model offloads or packs activations by itself (saved_tensors_hooks), which a plan replaces: switch that off or, where "
@@ -116,7 +117,7 @@ class TracedRun:
 class TracedModel:
     """Callable as ``(*tensors) -> tuple of tensors``: the model's parameters and buffers, those of the arguments, and ``held``
     ones, which are in its attributes. ``assigned``: attributes that are results too; ``recorder`` follows what is drawn,
-    ``numbers`` how those are compared that were read at these places, ``taken`` what operators took of them, and
+    ``numbers`` how those are compared that were read at these places, and what operators took of them, and
     ``expectations`` how checks of values go.
 
     Every call runs a copy of the model, since a forward pass may leave (fake) tensors in attributes, and notes what that did
@@ -130,11 +131,10 @@ class TracedModel:
         held: Sequence[torch.Tensor],
         assigned: Sequence[attribute_effects.TensorEffect],
         recorder: RandomRecorder,
-        numbers: Sequence[ComparedNumber],
-        taken: list[Taken],
+        numbers: Numbers,
         expectations: Expectations,
     ) -> None:
-        self.expectations, self.taken = expectations, taken
+        self.expectations = expectations
         self.call, self.held, self.assigned, self.recorder, self.numbers = call, held, assigned, recorder, numbers
         self.reads, self.latest_reads = Reads(), Reads()
         self.late = set[str]()  # names of what code reads in the backward pass
@@ -175,20 +175,22 @@ class TracedModel:
         changed = [locate(self.call.model, place) for place in self.run.changes.plain]
         places = [(kind, id(found[0]), found[1]) for found in changed if found for kind in ("attribute", "slot")]
         reads = [self.reads.values[place] for place in places if place in self.reads.values]
-        return {read.place: read for read in reads if type(current(*read[:3])) in NUMBERS}
+        return {read.place: read for read in reads if type(current(*read[:3])) in CHANGING}
 
     def compared(self) -> list[CountedNumber]:
         """The ``numbers`` in attributes, and how they were counted on; others got no value, or a constant."""
-        model, counting = self.call.model, {one.read.place[1:]: one.comparisons.counting for one in self.numbers}
+        model, counting = self.call.model, {one.read.place[1:]: one.comparisons.counting for one in self.numbers.every}
         places = ((owned(model, place), place) for place, _ in attributes_of(model)) if counting else ()
         return [CountedNumber(place, counting[key]) for key, place in places if key in counting]
 
     def used_otherwise(self, failed: bool) -> set[Place]:
         """Those of the ``numbers`` that were not only compared, or are counted on where planned calls do not come to them."""
         found = {owned(self.call.model, one.place) for one in self.counted()}
-        lost = {one.read.place for one in self.numbers if one.comparisons.counting and one.read.place[1:] not in found}
-        kept = {one.read.place for one in self.numbers if one.comparisons.kept and not failed}
-        return lost | kept | {one.read.place for one in self.numbers if one.comparisons.used_otherwise}
+        lost = {
+            one.read.place for one in self.numbers.every if one.comparisons.counting and one.read.place[1:] not in found
+        }
+        kept = {one.read.place for one in self.numbers.every if one.comparisons.kept and not failed}
+        return lost | kept | {one.read.place for one in self.numbers.every if one.comparisons.used_otherwise}
 
     def counted(self) -> tuple[CountedNumber, ...]:
         """Those of the ``numbers`` that were counted on."""
@@ -197,15 +199,18 @@ class TracedModel:
     def inputs(self) -> tuple[list[Read | int], list[Taken]]:
         """The numbers that operators took, in the order in which they did, and what they took of each: where it was read, or
         its place among the drawn ones."""
-        order = [*dict.fromkeys(one.source.number for one in self.taken)]
-        every = [one._replace(source=one.source._replace(number=order.index(one.source.number))) for one in self.taken]
-        return [self.numbers[one].read if one >= 0 else drawn_number(one) for one in order], every
+        order = [*dict.fromkeys(one.source.number for one in self.numbers.taken)]
+        every = [
+            one._replace(source=one.source._replace(number=order.index(one.source.number)))
+            for one in self.numbers.taken
+        ]
+        return [self.numbers.every[one].read if one >= 0 else drawn_number(one) for one in order], every
 
     def _number(self, argument: structure.Changing) -> Any:
         """What the run is given for a number that changes, which it has read so."""
         read = read_of(argument)
         self.latest_reads.note(*read)
-        found = next((one for known, one in self.numbers if known.place == read.place), None)
+        found = next((one for known, one in self.numbers.every if known.place == read.place), None)
         return argument.value if found is None else found.stand_in(argument.value)
 
     def _copy(self, others: Sequence[torch.Tensor]) -> tuple[nn.Module, dict[int, Any]]:
@@ -215,7 +220,7 @@ class TracedModel:
         self._end_run()
         self._backward.enter_context(late.named(self.late))
         self.expectations.begin()
-        self.taken.clear()
+        self.numbers.taken.clear()
         self._modules.add(nn.Module)
         names = self.call.state.names
         reals = (*self.call.state.tensors, *self.call.tensors, *self.held)
@@ -249,6 +254,7 @@ class TracedModel:
         extra = new_buffers(model, names, state)
         refuse_required(tensors, wanting, self.call.state.registered, early)
         changes = attribute_effects.changes(model, before)
+        standing.left_in([result, args, kwargs, *(value_at(model, place) for place in changes.plain)])
         paths = {id(module): path for path, module in model.named_modules()}
         written = sorted((paths[key], name) for key, name in observer.written - standing.counted if key in paths)
         own = {key: original for key, (original, _) in copies.items()}
@@ -260,7 +266,7 @@ class TracedModel:
         assigned = attribute_effects.written(model, before, self.assigned)
         flat, result = structure.flatten_distinct((result, assigned, writes.values))
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
-        result = with_originals(result, copies)
+        result = with_originals(with_numbers(result, self.numbers.every), copies)
         left = with_states(flat, extra)
         refuse_marks(wholes, marks, flat)
         flat, specs = local_results(flat, {id(whole): local for whole, local in zip(wholes, tensors, strict=True)})
@@ -278,6 +284,7 @@ class TracedModel:
         rest = buffers, specs, unlinked, rewired, writes.made
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
         self.after_run()
+        standing.until_ended()
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching(backward=True))
         self._backward.enter_context(TakingNumbers())

@@ -297,7 +297,7 @@ class _Generator:
         return self._constant(argument)
 
     def _constant(self, thing: Any) -> str:
-        key = (type(thing), thing) if isinstance(thing, (float, torch.device, torch.dtype)) else id(thing)
+        key = repr(thing) if type(thing) in (float, torch.device, torch.dtype) else id(thing)  # zeros have two signs
         if key not in self._names:
             stem = (getattr(thing, "__name__", "") if callable(thing) else "").split(".")[0]
             self._names[key] = f"{stem if stem.isidentifier() else 'c'}_{len(self._names)}"

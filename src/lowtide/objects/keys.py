@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from lowtide.objects.structure import Changing, Nested, OpenObject, Slot, flatten
+from lowtide.objects.structure import Changing, Computed, Nested, OpenObject, Slot, flatten
 from lowtide.objects.walk import PLAIN, beside, cell_value, content, exact, fields, is_open
 
 _LONG = 256  # bytes, from which on they are told by a digest
@@ -86,6 +86,8 @@ class _Visit:
             return (type(node), exact(node))
         if isinstance(node, Slot):
             return ("tensor", node.index)
+        if isinstance(node, Computed):
+            return ("computed", node.key)
         if isinstance(node, Changing):
             return ("changing", node.name)
         if isinstance(node, Nested):

@@ -13,7 +13,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +52,14 @@ class ArgumentSlot:
     """Stands for the object at ``index`` among those of the arguments."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Stands for a plain value that is computed where the tree is put together; told from others by its ``key``."""
+
+    key: Any
+    compute: Callable[[], Any] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,8 @@ def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = (),
         return tensors[structure.index]
     if isinstance(structure, ArgumentSlot):
         return given[structure.index]
+    if isinstance(structure, Computed):
+        return structure.compute()
     if isinstance(structure, Ancestor):
         return weakref.ref(within[structure.level]) if structure.weak else within[structure.level]
     if isinstance(structure, Nested):
@@ -204,7 +214,8 @@ def objects(structure: Any) -> list[Any]:
     """What is neither a tensor nor a plain value in it, in order."""
     found: list[Any] = []
     replaced(
-        structure, lambda leaf: leaf if isinstance(leaf, (Slot, Ancestor, Changing, *PLAIN)) else found.append(leaf)
+        structure,
+        lambda leaf: leaf if isinstance(leaf, (Slot, Computed, Ancestor, Changing, *PLAIN)) else found.append(leaf),
     )
     return found
 

@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import enum
 import functools
-import itertools
 import logging
 import random
 import struct
@@ -162,19 +161,6 @@ def beside(value: Any) -> dict[str, Any]:
     return own_attributes(value) or {}
 
 
-def part_name(holder: Any, index: int) -> str:
-    """How code would name a part of a holder's content."""
-    if isinstance(holder, (defaultdict, deque)):
-        if index == 0:
-            return ".default_factory" if isinstance(holder, defaultdict) else ".maxlen"
-        index -= 1
-    if isinstance(holder, (dict, types.MappingProxyType)):
-        return f"[{[*holder, *holder][index]!r}]"
-    if isinstance(holder, types.SimpleNamespace):
-        return f".{[*vars(holder), *vars(holder)][index]}"
-    return f"[{index}]" if isinstance(holder, (list, tuple, deque)) else ""
-
-
 def cell_value(cell: types.CellType) -> Any:
     """The variable that a closure's cell holds; ``ABSENT`` where it is not set."""
     try:
@@ -195,65 +181,6 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
     except (AttributeError, TypeError):
         return None
     return own if isinstance(own, dict) else None
-
-
-def _names(owner: Any) -> Iterable[str]:
-    if isinstance(owner, type):
-        return (name for name in vars(owner) if name != "__slotnames__")  # which copying puts there
-    if isinstance(owner, nn.Module):  # a plan stands under the name of its forward pass
-        return (name for name in vars(owner) if name not in OWN and name != "forward")
-    return own_attributes(owner) or ()
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    own = own_attributes(owner)
-    return ABSENT if own is None else own.get(name, ABSENT)
-
-
-def _slot(owner: Any, name: str) -> Any:
-    try:
-        return object.__getattribute__(owner, name)
-    except AttributeError:
-        return ABSENT
-
-
-def _method(owner: Any, name: str) -> Any:
-    """Sharding puts a class of its own before the user's."""
-    for base in type(owner).__mro__:
-        if name in vars(base) and not base.__module__.startswith("torch.distributed."):
-            return vars(base)[name]
-    return ABSENT
-
-
-def _layout(tensor: torch.Tensor, _: str) -> str:
-    strides = tensor.stride() if tensor.layout is torch.strided else ()
-    return str((tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad))
-
-
-# How an ``owner`` has something under a ``name``: what gives it, ``ABSENT`` where nothing is.
-READERS: dict[str, Callable[[Any, str], Any]] = {
-    "attribute": _attribute,  # in the dictionary of an object
-    "slot": _slot,  # in a slot of its class
-    "class": class_attribute,  # in a class or its bases
-    "type": lambda owner, _: type(owner),  # the class of an object
-    "method": _method,  # in that or its bases
-    "names": lambda owner, _: tuple(_names(owner)),  # of all its attributes
-    "item": lambda owner, name: owner.get(name, ABSENT),  # in a namespace
-    "argument": lambda owner, name: owner.get(name, ABSENT),  # among the numbers of a call
-    "place": lambda owner, number: next(itertools.islice(owner.values(), int(number), None), ABSENT),  # in a dictionary
-    "cell": lambda owner, _: cell_value(owner),  # in a cell of a closure
-    "made of": getattr,  # what a function or a class is made of
-    "answer": lambda owner, _: owner(),  # what it says when it is called
-    "subclasses": lambda owner, _: tuple(type.__subclasses__(owner)),  # of a class
-    "layout": _layout,  # of a tensor
-    "version": lambda owner, _: owner._version,  # how often a tensor was written in place
-    "gradient": lambda owner, _: owner.grad,  # of a parameter or a buffer
-}
-
-
-def current(kind: str, owner: Any, name: str) -> Any:
-    """What there is now where ``owner`` has something under ``name``, see ``READERS``."""
-    return READERS[kind](owner, name)
 
 
 def reachable(roots: Iterable[Any], enter: Callable[[Any], bool]) -> Iterator[Any]:

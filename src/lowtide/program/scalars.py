@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from lowtide.program.program import Call, Program
 
-NUMBERS = (int, float)
+NUMBERS = (int, float)  # that operators take
+CHANGING = (*NUMBERS, np.float64)  # that may change: operators take those of NumPy as Python's
 
 
 class Operation(NamedTuple):

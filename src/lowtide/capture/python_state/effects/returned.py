@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from lowtide.capture.python_state.guards.compared import StandIn
+from lowtide.capture.python_state.guards.standing import ComparedNumber, Term
 from lowtide.capture.trace.classes import TRACED
 from lowtide.errors import CaptureError
 from lowtide.objects import opaque, structure
@@ -34,6 +36,20 @@ def with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:
     return structure.replaced(
         result, lambda leaf: copies.get(id(leaf), (leaf,))[0] if isinstance(leaf, nn.Module) else leaf
     )
+
+
+def with_numbers(result: Any, numbers: Sequence[ComparedNumber]) -> Any:
+    """The result with what computes them in the place of those that follow from ``numbers`` that change."""
+    reads = {id(one.comparisons): one.read for one in numbers}
+
+    def computed(leaf: Any) -> Any:
+        read = reads.get(id(leaf.comparisons)) if type(leaf) is StandIn else None
+        if read is None:
+            return leaf
+        term = Term(read, leaf.operations)
+        return structure.Computed(term, term)
+
+    return structure.replaced(result, computed)
 
 
 def _may_hold(value: Any) -> bool:

@@ -27,7 +27,8 @@ from lowtide.capture.python_state.guards.reads import Contents, Read, Reads, ide
 from lowtide.capture.python_state.paths import AttributePath, leaf, named
 from lowtide.errors import CaptureError
 from lowtide.objects import opaque
-from lowtide.objects.walk import ABSENT, MUTABLE, content, current, own_attributes, reachable, refill
+from lowtide.objects.places import current
+from lowtide.objects.walk import ABSENT, MUTABLE, content, own_attributes, reachable, refill
 
 _ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
 _OF_OBJECTS = ("attribute", "slot", "class")
@@ -155,8 +156,8 @@ def _rewound(value: Any, reads: Reads, rewound: dict[int, Any]) -> Any:
     return rewound[id(value)]
 
 
-def assign(kind: str, owner: Any, name: str, value: Any) -> None:
-    """Put ``value`` where ``owner`` has something under ``name``, see ``objects.walk.current``."""
+def assign(kind: str, owner: Any, name: Any, value: Any) -> None:
+    """Put ``value`` where ``owner`` has something under ``name``, see ``objects.places.current``."""
     variables = own_attributes(owner) if kind == "attribute" else owner if kind == "item" else None
     if variables is not None and value is not ABSENT:
         variables[name] = value
@@ -166,6 +167,9 @@ def assign(kind: str, owner: Any, name: str, value: Any) -> None:
         owner.cell_contents = value
     elif kind == "class" and name in vars(owner):
         setattr(owner, name, value) if value is not ABSENT else delattr(owner, name)
+    elif kind == "held":
+        into: Any = vars(owner) if isinstance(owner, types.SimpleNamespace) else owner
+        (dict if isinstance(into, dict) else list).__setitem__(into, name, value)
     elif kind == "slot":
         object.__setattr__(owner, name, value)
     elif kind == "names":

@@ -8,7 +8,7 @@ some ten nanoseconds a value.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +21,17 @@ from lowtide.capture.python_state.guards.external_effects import hooks_of
 from lowtide.capture.python_state.guards.files import File
 from lowtide.capture.python_state.guards.quick import Unchanged
 from lowtide.capture.python_state.guards.reads import Contents, Met, Place, Read, Reads, identical, put_together
+from lowtide.capture.python_state.guards.standing import ComparedNumber
 from lowtide.capture.python_state.paths import AttributePath, named, owned, value_at
 from lowtide.objects import structure
 from lowtide.objects.keys import tensor_key
-from lowtide.objects.walk import ABSENT, PLAIN, content, current, part_name
-from lowtide.program.scalars import NUMBERS
+from lowtide.objects.places import current, index_of, part_name
+from lowtide.objects.walk import ABSENT, PLAIN, content
+from lowtide.program.scalars import CHANGING
 
 _REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules")
 _CALLING = ("__call__", "_wrapped_call_impl", "_call_impl")  # what it is to call a module
+_BESIDE = ("part", "computed")  # kinds of numbers that are not noted by themselves
 _MOST_REMAKES = 8  # of the quick function, where equal values are put anew before each call
 
 
@@ -51,7 +54,7 @@ class Guards:
         free: Collection[AttributePath] = (),
         followed: Sequence[torch.Tensor] = (),
         after: Collection[tuple[AttributePath, Any]] = (),
-        compared: Mapping[Place, Comparisons] | None = None,
+        compared: Iterable[ComparedNumber] = (),
     ) -> Guards:
         """Of what was read, what must stay as it was. ``free``: attributes that may be anything; ``followed``: tensors whose
         layout alone matters; ``after``: other values than the model has now; ``compared``: how numbers compare that may be
@@ -60,7 +63,9 @@ class Guards:
         anywhere = Contents()
         anywhere.keep(value_at(model, place) for place in free)
         layouts = {id(tensor): tensor_key(tensor) for tensor in followed}
-        contents = Contents(dict(reads.contents), frozenset(anywhere.held), layouts)
+        numbers = {one.read.place: one for one in compared if _is_read(one.read, reads)}
+        others = _others([one for one in numbers.values() if one.read.kind == "part"])
+        contents = Contents(dict(reads.contents), frozenset(anywhere.held), layouts, others)
         instead: dict[tuple[int, str], Any] = {}
         for place, value in after:
             instead[owned(model, place)] = value
@@ -72,8 +77,9 @@ class Guards:
             key = id(read.owner), read.name
             if (key in anything and read.kind != "method") or not contents.same(read.value, current(*read[:3])):
                 continue
-            condition = (compared or {}).get(read.place, read.value)
+            condition = numbers[read.place].comparisons if read.place in numbers else read.value
             kept.append(read._replace(value=instead.get(key, condition)))
+        kept += [one.read._replace(value=one.comparisons) for one in numbers.values() if one.read.kind in _BESIDE]
         return cls(
             _wiring(list(model.modules())),
             tuple(kept),
@@ -111,8 +117,10 @@ class Guards:
     def other_numbers(self, model: nn.Module) -> dict[Place, Read]:
         """Numbers that were read and are not those that they were, or compare otherwise."""
         broken = [read for _, read in self._broken(list(model.modules())) if read is not None]
-        kinds = (*NUMBERS, Comparisons)
-        return {r.place: r for r in broken if type(r.value) in kinds and type(current(*r[:3])) in NUMBERS}
+        kinds = (*CHANGING, Comparisons)
+        found = {r.place: r for r in broken if type(r.value) in kinds and type(current(*r[:3])) in CHANGING}
+        parts = (part for read in broken if read.kind != "part" for part in self.contents.other_numbers(read))
+        return found | {part.place: part for part in parts}
 
     def compared(self) -> dict[Place, Read]:
         """Numbers that were read, and only compared."""
@@ -142,12 +150,24 @@ class Guards:
         items = content(value) if known is not None and type(value) is type(kept) else None
         if known is None or items is None or isinstance(kept, np.ndarray) or len(items) != len(known.items):
             return f" is {_shown(value)}"
-        pairs = enumerate(zip(known.items, items, strict=True))
-        found = next(((i, pair) for i, pair in pairs if not self.contents.same(*pair)), None)
+        found = next(iter(self.contents.different(kept, value)), None)
         if found is None:
             return " is no longer one object under several names, or has become one"
-        index, (one, other) = found
+        index, one, other = found
         return f"{part_name(value, index)}{self._difference(one, other)}"
+
+
+def _is_read(read: Read, reads: Reads) -> bool:
+    return read.kind == "computed" or read.outer in reads.values
+
+
+def _others(numbers: Iterable[ComparedNumber]) -> dict[int, dict[int, Callable[[Any], bool]]]:
+    """For ``Contents``: how parts compare that may be others."""
+    found: dict[int, dict[int, Callable[[Any], bool]]] = {}
+    for read, comparisons in numbers:
+        _, holder, key = read.own
+        found.setdefault(id(holder), {})[index_of(holder, key)] = comparisons.hold
+    return found
 
 
 def _same(contents: Contents, kept: Any, value: Any, met: Met) -> bool:

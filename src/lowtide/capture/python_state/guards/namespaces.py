@@ -19,7 +19,8 @@ from lowtide.capture.python_state.code.code_names import (
 )
 from lowtide.capture.python_state.code.installed import is_installed, is_library
 from lowtide.capture.python_state.guards.reads import Content, Reads
-from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, current, parts_of
+from lowtide.objects.places import current
+from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, parts_of
 
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
 _DESCRIBING = ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__")  # beside code

@@ -29,13 +29,14 @@ from lowtide.capture.python_state.code.installed import is_installed, is_library
 from lowtide.capture.python_state.guards import files
 from lowtide.capture.python_state.guards.caches import Results, is_cache
 from lowtide.capture.python_state.guards.classes_shown import ClassesShown, is_shown
-from lowtide.capture.python_state.guards.compared import StandIn, Standing
 from lowtide.capture.python_state.guards.namespaces import Namespaces
 from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, decided_by, is_registered, put_together
+from lowtide.capture.python_state.guards.standing import STAND_INS, Standing
 from lowtide.capture.python_state.paths import FORWARD_HOOKS
 from lowtide.objects import opaque
-from lowtide.objects.walk import ABSENT, OWN, PLAIN, content, current, fields, own_attributes, part_name
+from lowtide.objects.places import current, part_name
+from lowtide.objects.walk import ABSENT, OWN, PLAIN, content, fields, own_attributes
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _PAST = frozenset({"__getattribute__", "getattr_static"})  # read past what a class says
@@ -44,7 +45,7 @@ _ASKING = (nn.Module.__module__, "functools")  # who reads these for their own e
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
 _SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # but for what every module is asked for
 _INTERNAL = OWN - _SAVING  # read in every call
-_ATOMS = frozenset((*PLAIN, StandIn))  # not what is derived from them, which may have attributes
+_ATOMS = frozenset((*PLAIN, *STAND_INS))  # not what is derived from them, which may have attributes
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 _OPAQUE = ("torch", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")
 
@@ -66,18 +67,16 @@ class Observer:
         classes: ClassesShown,
         arguments: Sequence[Any] = (),
     ) -> None:
-        self.reads = reads
+        self.reads, self.copied, self._model, self._arguments = reads, copies, (model, clone), arguments
         self._noted, self.written = set[tuple[int, str]](), set[tuple[int, str]]()
         self.compares = frozenset[str]()  # how code that it may run does
         self._thread, self._busy = threading.get_ident(), False
         self.originals: dict[int, Any] = {}  # of what the run sees, by its id
-        self.copied = copies
         self._alive: list[Any] = [clone]  # no id comes again
         self._modules, self._classes, self._numbers, self._shown = modules, NotingClasses(), numbers, classes
         self._waiting: deque[tuple[Any, Any, str]] = deque()
         self._namespaces = Namespaces(reads, self._reach)
         self._unregistered: set[int] = set()  # modules that are not of the model, as the run sees them
-        self._model, self._arguments = (model, clone), arguments
         theirs = {*filter(code_names.is_third_party, map(type, model.modules()))}
         self._defining = {kind.__module__ for kind in theirs}
         self._shown.met_library(theirs)
@@ -182,6 +181,7 @@ class Observer:
             self._look_at_object(seen, original, text)
 
     def _look_at_object(self, seen: Any, original: Any, text: str) -> None:
+        self._numbers.was_reached(seen)
         if is_cache(original):
             self._look_at_cache(original, text)
         if isinstance(original, types.BuiltinFunctionType):

@@ -21,7 +21,8 @@ from lowtide.capture.python_state.guards.files import File
 from lowtide.capture.python_state.guards.reads import Contents, Read, put_together
 from lowtide.objects import opaque
 from lowtide.objects.keys import tensor_key
-from lowtide.objects.walk import ABSENT, READERS, content, current, own_attributes
+from lowtide.objects.places import READERS, current, index_of
+from lowtide.objects.walk import ABSENT, content, own_attributes
 
 _IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial, *opaque.FIXED)
 _IN_CELL = operator.attrgetter("cell_contents")
@@ -30,6 +31,9 @@ _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an
 _EXACT = frozenset((bytes, str, int))  # equal ones of these are the same
 _MADE_ANEW = ("answer", "layout", "version", "subclasses")  # kinds of what is another object whenever it is asked for
 _CHANGED = (KeyError, AttributeError, ValueError, RuntimeError, ReferenceError)
+
+
+_ANY = object()  # stands for a number that is compared by itself
 
 
 class _Layout(tuple[Any, ...]):
@@ -42,7 +46,7 @@ class Unchanged:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        reads: Iterable[Read],
+        reads: Sequence[Read],
         contents: Contents,
         hidden: Iterable[tuple[nn.Module, list[Any]]],
         opened: Mapping[File, Any],
@@ -55,6 +59,7 @@ class Unchanged:
         self._files = dict(opened)
         self._wire(modules)
         values = [self._read(read, current(*read[:3])) for read in reads]
+        self._others = {(id(own[1]), index_of(*own[1:])) for own in (one.own for one in reads if one.kind == "part")}
         self._hold(values, contents.free)
         self._items += [(put_together, (module,), parts) for module, parts in hidden]
         self._nowhere = [*zip(*self._absent.values(), strict=True)] or [(), ()]
@@ -148,6 +153,10 @@ class Unchanged:
                 met[id(holder)] = holder
                 values += items
                 expected = [self._layouts.get(id(item), item) for item in items]
+                if self._others:
+                    others = (index for index in range(len(items)) if (id(holder), index) in self._others)
+                    for index in others:
+                        expected[index] = _ANY
                 if not isinstance(holder, _IMMUTABLE) or any(type(item) is _Layout for item in expected):
                     self._items.append((content, (holder,), expected))
 
@@ -181,7 +190,7 @@ def _same_items(now: Sequence[Any] | None, before: Sequence[Any]) -> bool:
 def _same_item(one: Any, other: Any) -> bool:
     if type(other) is _Layout:
         return isinstance(one, torch.Tensor) and tensor_key(one) == other
-    if one is other:
+    if one is other or other is _ANY:
         return True
     if type(one) is not type(other):
         return False

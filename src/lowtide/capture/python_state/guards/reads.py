@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,18 +19,20 @@ from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.patches import STANDS_FOR
 from lowtide.errors import CaptureError
 from lowtide.objects.keys import tensor_key
+from lowtide.objects.places import current, innermost, key_of, part_name
 from lowtide.objects.structure import Changing
-from lowtide.objects.walk import MUTABLE, PLAIN, beside, class_attribute, content, exact, own_attributes
+from lowtide.objects.walk import ABSENT, MUTABLE, PLAIN, beside, class_attribute, content, exact, own_attributes
+from lowtide.program.scalars import CHANGING
 
-Place = tuple[str, int, str]
+Place = tuple[str, int, Any]
 
 
 class Read(NamedTuple):
-    """A value that was read. ``kind``: where ``owner`` has it under ``name`` (``objects.walk.current``)."""
+    """A value that was read. ``kind``: where ``owner`` has it under ``name`` (``objects.places.current``)."""
 
     kind: str
     owner: Any
-    name: str
+    name: Any
     value: Any
     text: str
 
@@ -38,6 +40,16 @@ class Read(NamedTuple):
     def place(self) -> Place:
         """By which reads are told apart."""
         return self.kind, id(self.owner), self.name
+
+    @property
+    def outer(self) -> Place:
+        """The place of what a part is of."""
+        return (self.name[0], id(self.owner), self.name[1]) if self.kind == "part" else self.place
+
+    @property
+    def own(self) -> tuple[str, Any, Any]:
+        """The kind, owner and name of a part in its holder, or of anything else."""
+        return ("held", *innermost(self.owner, self.name)) if self.kind == "part" else self[:3]
 
 
 def read_of(argument: Changing) -> Read:
@@ -55,11 +67,12 @@ class Content(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
     """What was in holders, by their ids. ``free``: ids of holders that may hold anything; ``layouts``: of tensors, by their
-    ids, whose layout alone matters."""
+    ids, whose layout alone matters; ``others``: whether another number may be in a holder, by its id, at an index."""
 
     held: dict[int, Content] = field(default_factory=dict)
     free: frozenset[int] = frozenset()
     layouts: Mapping[int, Any] = field(default_factory=dict)
+    others: Mapping[int, Mapping[int, Callable[[Any], bool]]] = field(default_factory=dict)
 
     def keep(self, some: Iterable[Any], entered: Callable[[Any], bool] = lambda _: True) -> None:
         """Add what holders among these hold, and those in them, where they are ``entered``."""
@@ -90,7 +103,38 @@ class Contents:
         items = content(value)
         if items is None or len(items) != len(known.items):
             return False
-        return all(self.same(one, other, met) for one, other in zip(known.items, items, strict=True))
+        others = self.others.get(id(kept), {})
+        return all(
+            others[index](other) if index in others else self.same(one, other, met)
+            for index, (one, other) in enumerate(zip(known.items, items, strict=True))
+        )
+
+    def different(self, kept: Any, value: Any) -> list[tuple[int, Any, Any]]:
+        """Where two holders of one type and of as many items, of which the first is known, hold something else, and what."""
+        others, held = self.others.get(id(kept), {}), zip(self.held[id(kept)].items, content(value) or (), strict=True)
+        pairs = [(index, *pair) for index, pair in enumerate(held) if index not in others]
+        return [(index, one, other) for index, one, other in pairs if not self.same(one, other)]
+
+    def other_numbers(self, read: Read) -> Iterator[Read]:
+        """Numbers somewhere in what was read that are other ones there now, each as a part."""
+        waiting: list[tuple[Any, Any, tuple[Any, ...], str]] = [
+            (read.value, current(*read[:3]), (read.kind, read.name), read.text)
+        ]
+        met = set[int]()
+        while waiting:
+            kept, value, way, text = waiting.pop()
+            known = None if id(kept) in met else self.held.get(id(kept))
+            met.add(id(kept))
+            items = content(value) if known is not None and type(value) is type(kept) else None
+            if known is None or items is None or len(items) != len(known.items):
+                continue
+            for index, one, other in self.different(kept, value):
+                key, name = key_of(value, index), f"{text}{part_name(value, index)}"
+                if key is not ABSENT and type(one) is type(other):
+                    if type(one) in CHANGING:
+                        yield Read("part", read.owner, (*way, key), one, name)
+                    else:
+                        waiting.append((one, other, (*way, key), name))
 
 
 class Met:
@@ -102,7 +146,7 @@ class Met:
 
     def agree(self, kept: Any, value: Any) -> bool:
         """Whether one of two containers that can be written has no other partner."""
-        if not isinstance(kept, MUTABLE):
+        if not isinstance(kept, (*MUTABLE, types.SimpleNamespace)):
             return True
         one, other = self._partners
         return one.setdefault(id(kept), id(value)) == id(value) and other.setdefault(id(value), id(kept)) == id(kept)

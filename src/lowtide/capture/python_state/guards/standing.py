@@ -1,0 +1,210 @@
+"""Numbers that are other ones in every call while one call is traced: what stands in their places, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lowtide.capture.python_state.code.code_names import asks_for_types
+from lowtide.capture.python_state.guards.compared import Comparisons, LateStandIn, StandIn
+from lowtide.capture.python_state.guards.counters import assign
+from lowtide.capture.python_state.guards.reads import Place, Read, identical
+from lowtide.capture.python_state.paths import AttributePath
+from lowtide.objects.places import current
+from lowtide.objects.walk import ABSENT, content, reachable
+from lowtide.program.scalars import CHANGING, Operation, Operations, Taken, can_be_input, result_of
+
+STAND_INS = (StandIn, LateStandIn)
+
+
+class ComparedNumber(NamedTuple):
+    """A number that was read, and how it compares."""
+
+    read: Read
+    comparisons: Comparisons
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """What operations make of a number that was read."""
+
+    read: Read
+    operations: Operations
+
+    def __call__(self) -> Any:
+        return result_of(self.operations, current(*self.read[:3]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Term) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> Any:
+        return self.read.place, self.operations
+
+
+class Numbers:
+    """Of one trace: ``every`` one that was read, and those that are computed of two, which are read where these are.
+    ``taken``: what operators took of them; ``scalars``: whether they may, and ``moved``: whether they are given others.
+    ``refused``: with which more is done than is known."""
+
+    def __init__(self, reads: Iterable[Read], scalars: bool, moved: bool, refused: Collection[Place]) -> None:
+        self.taken: list[Taken] = []
+        self.every: list[ComparedNumber] = []
+        self._scalars, self._moved, self._refused = scalars, moved, refused
+        for read in reads:
+            if read.kind != "computed" and read.place not in refused:
+                self._add(read, current(*read[:3]))
+
+    def places_taken(self) -> set[Place]:
+        """Of those that operators took, but for drawn ones."""
+        return {self.every[one.source.number].read.place for one in self.taken if one.source.number >= 0}
+
+    def _add(self, read: Read, value: Any) -> Comparisons:
+        number = len(self.every) if self._scalars and can_be_input(value) else None
+        made = Comparisons(type(value), number=number, moved=self._moved, taken=self.taken, join=self._joined)
+        self.every.append(ComparedNumber(read, made))
+        return made
+
+    def _joined(self, function: Callable[[Any, Any], Any], one: StandIn, other: StandIn) -> Any:
+        """What a function makes of two that stand in: another, or an answer."""
+        reads = {id(known.comparisons): known.read for known in self.every}
+        terms = tuple(Term(reads[id(each.comparisons)], each.operations) for each in (one, other))
+        value = function(one.value, other.value)
+        text = f"{function.__name__} of {' and '.join(term.read.text for term in terms)}"
+        read = Read("computed", function, terms, value, text)
+        if read.place in self._refused or type(value) not in (*CHANGING, bool):
+            other.misused()
+            raise one.misused()
+        known = next((each.comparisons for each in self.every if each.read.place == read.place), None)
+        made = known or self._add(read, value)
+        if type(value) is not bool:
+            return made.stand_in(value)
+        made.answers[:] = [((Operation(operator.eq, value),), True)]
+        return value
+
+
+class CountedNumber(NamedTuple):
+    """An attribute of the model that a pass counts on, and by which operations."""
+
+    place: AttributePath
+    operations: Operations
+
+    def change(self, value: Any) -> tuple[str, Any]:
+        """What the pass does where it finds ``value``, see ``attribute_effects``."""
+        return "set", result_of(self.operations, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Stand-ins in their places. ``counted``: by the ids of their owners and their names, those that were counted on. ``bare``:
+    where a run comes to the numbers themselves, by the ids of owners and then the names. ``held``: those in copies of
+    holders, by the ids of these; ``originals``: the same by the ids of what they are copies of."""
+
+    numbers: Numbers
+    counted: set[tuple[int, str]] = field(default_factory=set)
+    bare: dict[int, dict[str, Comparisons]] = field(default_factory=dict)
+    held: dict[int, _Held] = field(default_factory=dict)
+    originals: dict[int, _Held] = field(default_factory=dict)
+
+    def was_read(self, owner: Any, name: str | None) -> None:
+        """The run has read this attribute of ``owner``, or all of them."""
+        for own, comparisons in self.bare.get(id(owner), {}).items():
+            comparisons.used_otherwise = comparisons.used_otherwise or name in (own, None)
+
+    def was_reached(self, holder: Any) -> None:
+        """The run has come to this one, and so to what it holds."""
+        if id(holder) in self.originals:
+            self.originals[id(holder)].misused()
+
+    def ended(self) -> None:
+        """The run is over, with its backward pass."""
+        for holder in self.held.values():
+            holder.put(late=False)
+        for _, comparisons in self.numbers.every:
+            comparisons.ended()
+
+    def left_in(self, some: Iterable[Any]) -> None:
+        """The run has left these: a holder in them would keep numbers, and nobody would see that."""
+        for one in reachable(some, lambda one: True) if self.held else ():
+            if id(one) in self.held:
+                self.held[id(one)].misused()
+
+    def until_ended(self) -> None:
+        """What reads numbers in holders from now on, in the backward pass, is noticed."""
+        for holder in self.held.values():
+            holder.put(late=True)
+
+    def met(self, function: types.FunctionType) -> None:
+        """The run may call it, which may tell stand-ins from numbers; NumPy's functions ask them for more first."""
+        every = () if str(function.__module__).startswith("numpy.") else self.numbers.every
+        if every and asks_for_types(function.__code__):
+            for _, comparisons in every:
+                comparisons.used_otherwise = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The copy of a holder with numbers in it, by their keys: what they are, and how they compare. ``before``: its content."""
+
+    holder: Any
+    before: tuple[Any, ...]
+    numbers: dict[Any, tuple[Any, Comparisons]] = field(default_factory=dict)
+
+    def misused(self) -> None:
+        for _, comparisons in self.numbers.values():
+            comparisons.used_otherwise = True
+
+    def put(self, *, late: bool) -> None:
+        """The numbers, or what notices whoever reads them."""
+        for key, (value, comparisons) in self.numbers.items():
+            assign("held", self.holder, key, LateStandIn(value, comparisons, ()) if late else value)
+
+
+@contextlib.contextmanager
+def standing_in(numbers: Numbers, copies: Mapping[int, tuple[Any, Any]]) -> Iterator[Standing]:
+    """Inside, stand-ins are where the numbers were read, in the copies of their owners; the numbers are in the originals, and
+    afterwards in the copies again. ``copies``: the original and the copy, by the id of the latter."""
+    copy_of = {id(original): copied for original, copied in copies.values()}
+    standing = Standing(numbers)
+    put = []
+    for read, comparisons in numbers.every:
+        if read.kind in ("argument", "computed"):  # the run is given it, or makes it
+            continue
+        kind, original, name = read.own
+        owner = copy_of.get(id(original), ABSENT)
+        value = ABSENT if owner is ABSENT else current(kind, owner, name)
+        if kind == "held" and type(value) is StandIn:  # there by another way
+            continue
+        known = comparisons.kind in CHANGING and type(value) is comparisons.kind and value == current(*read[:3])
+        if owner is original or not known:
+            comparisons.used_otherwise = True  # nothing to be sure of
+            continue
+        if kind == "held":
+            held = standing.held.setdefault(id(owner), _Held(owner, content(owner) or ()))
+            held.numbers[name] = value, comparisons
+            standing.originals[id(original)] = held
+        else:
+            standing.bare.setdefault(id(original), {})[name] = comparisons
+        assign(kind, owner, name, comparisons.stand_in(value))
+        put.append((kind, owner, name, value, comparisons))
+    try:
+        yield standing
+    finally:
+        for kind, owner, name, value, comparisons in put:
+            left = current(kind, owner, name)
+            if type(left) is StandIn:
+                standing.counted.update({(id(owner), name)} if comparisons.count(left) else ())
+                assign(kind, owner, name, value)
+            del left
+            if kind != "held":
+                standing.bare.setdefault(id(owner), {})[name] = comparisons
+        for held in standing.held.values():
+            if not identical(held.before, content(held.holder) or ()):
+                held.misused()
