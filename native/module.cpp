@@ -24,6 +24,7 @@
 #include "python.hpp"
 #include "resident.hpp"
 #include "table.hpp"
+#include "unchanged.hpp"
 
 namespace lowtide {
 namespace {
@@ -306,6 +307,15 @@ void bind_audit(nb::module_& module) {
     module.def("audit_hook", &audit_hook);
 }
 
+void bind_unchanged(nb::module_& module) {
+    module.def("are_of_types", &are_of_types);
+    module.def("have_dictionaries", &have_dictionaries);
+    module.def("have_items", &have_items);
+    module.def("have_no_items", &have_no_items);
+    module.def("are_empty", &are_empty);
+    module.def("have_values", &have_values);
+}
+
 }  // namespace
 }  // namespace lowtide
 
@@ -321,4 +331,5 @@ NB_MODULE(_native, module) {
     lowtide::bind_counter(module);
     lowtide::bind_arena(module);
     lowtide::bind_audit(module);
+    lowtide::bind_unchanged(module);
 }

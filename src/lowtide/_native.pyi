@@ -3,7 +3,7 @@
 Arrays are read where they lie, so they must be of the types that are named and contiguous; results are new arrays.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -256,3 +256,17 @@ def begin_watch() -> None: ...
 def end_watch() -> None: ...
 def audit_hook() -> int:
     """The address of a hook for ``PySys_AddAuditHook``."""
+
+# Whether objects are put together as they were, by identities. What belongs together has the same place in each tuple.
+
+def are_of_types(objects: tuple[object, ...], types: tuple[type, ...]) -> bool: ...
+def have_dictionaries(objects: tuple[object, ...], dictionaries: tuple[dict[str, object], ...]) -> bool:
+    """Whether these are the dictionaries of the objects' attributes."""
+
+def have_items(
+    mappings: tuple[Mapping[str, object], ...], keys: tuple[str, ...], items: tuple[object, ...]
+) -> bool: ...
+def have_no_items(mappings: tuple[Mapping[str, object], ...], keys: tuple[str, ...]) -> bool: ...
+def are_empty(dictionaries: tuple[dict[str, object], ...]) -> bool: ...
+def have_values(dictionaries: tuple[dict[str, object], ...], values: tuple[object, ...]) -> bool:
+    """Whether these are the values of all of them, one after the other."""

@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.external_effects import HOOKS, hooks_of
 from lowtide.capture.python_state.guards.files import File
 from lowtide.capture.python_state.guards.reads import Contents, Read, put_together
+from lowtide.native import core
 from lowtide.objects import opaque
 from lowtide.objects.keys import tensor_key
 from lowtide.objects.places import READERS, current, index_of
@@ -62,20 +63,29 @@ class Unchanged:
         self._others = {(id(own[1]), index_of(*own[1:])) for own in (one.own for one in reads if one.kind == "part")}
         self._hold(values, contents.free)
         self._items += [(put_together, (module,), parts) for module, parts in hidden]
-        self._nowhere = [*zip(*self._absent.values(), strict=True)] or [(), ()]
-        self._columns: list[Any] = [
-            (function, *zip(*rows.values(), strict=True)) for function, rows in self._rows.items()
-        ]
+        self._identities = [*self._compiled()]
+        self._columns: list[Any] = [(function, *_columns(rows, 2)) for function, rows in self._rows.items()]
+
+    def _compiled(self) -> Iterator[tuple[Callable[..., bool], tuple[Any, ...]]]:
+        """What the compiled core compares, each with its arguments; the other rows are left."""
+        types, owners = _columns(self._rows.pop(type, {}), 2)
+        yield core.are_of_types, (owners, types)
+        dictionaries, owners = _columns(self._rows.pop(_IN_DICT, {}) | self._rows.pop(own_attributes, {}), 2)
+        yield core.have_dictionaries, (owners, dictionaries)
+        items, mappings, keys = _columns(self._rows.pop(operator.getitem, {}), 3)
+        yield core.have_items, (mappings, keys, items)
+        yield core.have_no_items, _columns(self._absent, 2)
+        yield core.are_empty, (tuple(self._empty),)
+        yield core.have_values, (tuple(self._filled), tuple(_values(*self._filled)))
 
     def __call__(self) -> bool:
         try:
             return (
-                all(
+                all(same(*arguments) for same, arguments in self._identities)
+                and all(
                     all(map(operator.is_, map(function, *arguments), found))
                     for function, found, *arguments in self._columns
                 )
-                and not any(self._empty)
-                and not any(map(operator.contains, *self._nowhere))
                 and all(_same_items(function(*arguments), items) for function, arguments, items in self._items)
                 and all(file.state() == state for file, state in self._files.items())
             )
@@ -102,9 +112,11 @@ class Unchanged:
                 self._items.append((hooks_of, (module,), hooks_of(module)))
             else:
                 registries += hooks
-        filled: list[Any] = [registry for registry in registries if registry]
         self._empty: list[Any] = [registry for registry in registries if not registry]
-        self._items.append((_values, tuple(filled), _values(*filled)))
+        self._filled: list[Any] = [registry for registry in registries if registry and type(registry) is dict]
+        ordered = tuple(registry for registry in registries if registry and type(registry) is not dict)
+        if ordered:
+            self._items.append((_values, ordered, _values(*ordered)))
         for module in modules:
             self._expect(type(module), type, module)
             if module._modules:  # which a list of modules makes anew where one is taken out
@@ -165,6 +177,10 @@ class Unchanged:
 def _namespace(kind: type) -> Any:
     """One view of what stands in a class: ``vars`` makes one for every call."""
     return vars(kind)
+
+
+def _columns(rows: Mapping[Any, tuple[Any, ...]], width: int) -> tuple[tuple[Any, ...], ...]:
+    return tuple(zip(*rows.values(), strict=True)) or ((),) * width
 
 
 def _values(*registries: dict[str, Any]) -> list[Any]:
