@@ -372,6 +372,34 @@ def test_numbers_among_arguments(sizes: int, caplog: pytest.LogCaptureFixture) -
         planned(rows(), 0.3, 9, tau=2.0).backward()
 
 
+class _NowAndThen(nn.Module):
+    """Whose calls read their numbers only where they are given something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.beta, self.weights = nn.Linear(4, 4), 0.1, {"a": 0.3}
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x).tanh()
+        return y if other is None else y * self.beta + other * self.weights["a"]
+
+
+def test_numbers_that_some_calls_do_not_read(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain = _NowAndThen()
+    planned = copy.deepcopy(plain)
+    lowtide.rematerialize(planned, budget="100%", planner="greedy", dynamic=False)
+    with caplog.at_level(logging.INFO, logger="lowtide"):
+        for step in range(STEPS):
+            for model in (plain, planned):
+                model.beta, model.weights["a"] = 0.1 * step, 1 / (step + 1)
+            others = () if step % 2 else (rows() + 1,)
+            expected, found = (model(rows(), *others) for model in (plain, planned))
+            assert torch.equal(expected, found)
+            found.sum().backward()
+    assert caplog.text.count("is captured again") == 1
+
+
 class _AsksForTypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

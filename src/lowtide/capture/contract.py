@@ -95,6 +95,10 @@ class Conditions:
         """Numbers that were read, and only compared."""
         return self.guards[-1].compared()
 
+    def places(self) -> set[Place]:
+        """Of all that was read."""
+        return {read.place for read in self.guards[-1].reads}
+
     def recorder(self) -> RandomRecorder | None:
         """To capture the same call again, with the same draws."""
         return None if self.draws is None else RandomRecorder(self.draws.start)

@@ -74,11 +74,14 @@ class Known:
         return all(place in bounds and bounds[place].turns(self.numbers[place], calls) for place in places)
 
     def after(self, captured: Captured) -> Known:
-        """What is still worth knowing when a call has been ``captured`` with it."""
+        """What is still worth knowing when a call has been ``captured`` with it. Numbers that this one did not read are as
+        others left them."""
         conditions = captured.contract.conditions
         compared, bounds = conditions.compared(), {**self.bounds, **conditions.bounds}
-        computed = self.computed | self.numbers.keys() - compared.keys()
-        return replace(self, computed=computed, bounds=bounds, numbers=compared)
+        there = conditions.places()
+        unread = {place: read for place, read in self.numbers.items() if read.outer not in there}
+        computed = self.computed | self.numbers.keys() - compared.keys() - unread.keys()
+        return replace(self, computed=computed, bounds=bounds, numbers={**unread, **compared})
 
     @property
     def attributes(self) -> frozenset[AttributePath]:
