@@ -68,7 +68,7 @@ def _warm_caches() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def brief_searches() -> Iterator[None]:
     """Where no effort is asked for, the first plan that fits is taken, and nothing searches for a better one in the background.
-    The runs that make it quicker are short ones.
+    The runs that make it quicker, and those that look for the least budget, are short ones.
 
     How well plans are searched for is tested where this is overridden: elsewhere it is their execution that matters, and it
     has to be right for all of them. With the slow tests, all searches are as long as they are by default.
@@ -77,4 +77,6 @@ def brief_searches() -> Iterator[None]:
         if not wide.is_wide():
             patch.setattr(Auto.__init__, "__defaults__", (0, *Auto.__init__.__defaults__[1:]))
             patch.setattr(minimum, "_QUICKER_ROUND", 100)
+            patch.setattr(minimum, "_ROUND", 500)
+            patch.setattr(minimum, "_answers", {})  # those of long searches are other ones
         yield

@@ -73,23 +73,20 @@ def test_every_step_is_as_eager_and_within_the_budget_while_plans_change() -> No
     steps = 40 if is_wide() else 16
     expected = run_training(make(_network), rows(), STEP, steps)
     model = _prepared()
-    (plan,) = lowtide.plans(model)
+    plans: list[Plan] = []
+    peaks: list[int] = []
     assert _searching(model) is not None
-    records, plans, peaks = [], [], []
-    for iteration in range(steps):
-        if iteration == steps - 6:
+
+    def step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(peaks) == steps - 6:
             assert lowtide.wait(model, 120)
-        args, kwargs = copy_inputs(rows()(iteration))
-        model.zero_grad(set_to_none=True)
-        state = torch.get_rng_state()
-        peaks.append(lowtide.measure(STEP, model, args, kwargs).peak_bytes)
-        torch.set_rng_state(state)
+        outputs: list[Any] = []
+        peaks.append(lowtide.measure(lambda: outputs.append(STEP(model, args, kwargs))).peak_bytes)
         plans.append(lowtide.plans(model)[0])
-    assert all(peak == one.peak_bytes <= plan.budget_bytes for peak, one in zip(peaks, plans, strict=True))
-    fresh = _prepared()
-    records = run_training(fresh, rows(), STEP, steps)
-    assert_same_records(records, expected)
-    assert lowtide.wait(fresh, 120)
+        return outputs[0]
+
+    assert_same_records(run_training(model, rows(), step, steps), expected)
+    assert all(peak == plan.peak_bytes <= plan.budget_bytes for peak, plan in zip(peaks, plans, strict=True))
 
 
 def test_a_gradient_of_another_layout_is_planned_by_the_schedule_there_is() -> None:
