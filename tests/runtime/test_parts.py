@@ -592,6 +592,34 @@ def test_parts_that_do_not_fit_give_way_to_the_online_mode(caplog: pytest.LogCap
     assert max(peaks[3::2]) <= budget < min(peaks[2::2])
 
 
+class _WideLayers(nn.Module):
+    """Decides between layers whose gradients are larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if x.sum().item() < 1e30:
+                x = block(x)
+        return x.square().mean()
+
+
+def test_gradients_that_exceed_a_budget_alone_are_an_error() -> None:
+    """No mode holds it: under ``lowtide.online`` they are evicted, and there again when the step ends."""
+    torch.manual_seed(0)
+    model, x = _WideLayers(), torch.randn(8, 256)
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    lowtide.rematerialize(model, (x,), budget=gradient_bytes // 2)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match=r"parts of the step need") as caught:
+        for _ in range(4):
+            model.zero_grad()
+            model(x).backward()
+    assert caught.value.minimum_bytes > gradient_bytes and caught.value.midway
+    assert "gradients" in str(caught.value.__cause__)
+
+
 def test_errors_and_copies_leave_the_model_as_it_was() -> None:
     torch.manual_seed(0)
     model, x = _LayerDrop(), _inputs()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowtide.dynamic.context import leave_if_innermost, online
-from lowtide.errors import InfeasibleBudgetError, LowtideError
+from lowtide.errors import InfeasibleBudgetError, LowtideError, OnlineBudgetError
 from lowtide.runtime.calls.result_hooks import tell
 
 _BACKWARD = ("backward", "grad")  # of torch.autograd: what runs a backward pass
@@ -50,6 +50,7 @@ class OnlineCalls:
         self._trusted: weakref.WeakSet[threading.Thread] = weakref.WeakSet([threading.main_thread()])
         self.step_seconds: deque[float] = deque(maxlen=_STEPS)
         self._began = 0.0
+        self._left_with_bytes = 0  # the most that the latest step took, until ``raise_unmet``
         self._left_by: threading.Thread | None = None  # the one of the latest call, where that left at its end
         weakref.finalize(self, _gone, self._context).atexit = False
 
@@ -98,6 +99,7 @@ class OnlineCalls:
             return
         if leave_if_innermost(self._context):
             self.step_seconds.append(time.perf_counter() - self._began)
+            self._left_with_bytes = self._context.statistics.peak_bytes
             self._left()
 
     def behind(self, error: BaseException) -> LowtideError | None:
@@ -108,6 +110,17 @@ class OnlineCalls:
             return found
         self.unmet.midway = True
         return self.unmet
+
+    def raise_unmet(self) -> None:
+        """Where what the latest step left behind, above all gradients, took more than the budget once it was all there."""
+        budget_bytes, needed_bytes = self._context.settings.budget_bytes, self._left_with_bytes
+        self._left_with_bytes = 0
+        if self.unmet is not None and needed_bytes > budget_bytes:
+            self.unmet.midway = True
+            raise self.unmet from OnlineBudgetError(
+                f"what a step leaves behind (gradients, results that are kept) takes up to {needed_bytes} bytes.",
+                operator="the end of a step", needed_bytes=needed_bytes, budget_bytes=budget_bytes, location="",
+            )  # fmt: skip
 
     def leave(self) -> None:
         """What is held becomes as without the context."""
@@ -162,7 +175,7 @@ def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
     def told(*args: Any, **kwargs: Any) -> Any:
         inside = list(_inside)
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except BaseException as error:
             found = next((found for one in inside if (found := one.behind(error)) is not None), None)
             if found is not None and found is not error:
@@ -171,5 +184,8 @@ def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
         finally:  # also of one that failed, which nobody waits for
             for one in list(_inside):
                 one.backward_ended()
+        for one in inside:
+            one.raise_unmet()
+        return result
 
     return told
