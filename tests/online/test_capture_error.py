@@ -121,6 +121,21 @@ def test_what_has_no_parts_runs_online(
     assert torch.equal(model(inputs), plain(inputs))
 
 
+@pytest.mark.parametrize("make", [_Dynamic, _Plain])
+def test_gradients_that_exceed_the_budget_alone_are_told(
+    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are evicted while the step runs, and there again when it ends."""
+    model, inputs = make(), torch.randn(4, 64)
+    budget = sum(each.nbytes for each in model.parameters()) // 2
+    lowtide.rematerialize(model, budget=budget, on_capture_error="online")
+    with caplog.at_level(logging.WARNING, logger="lowtide"):
+        peaks = _steps(model, inputs, 3)
+    lowtide.restore(model)
+    assert min(peaks) > budget
+    assert len([1 for record in caplog.records if "goes on above its budget" in record.message]) == 1
+
+
 def test_steps_that_fit_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     """A percentage is of the largest so far."""
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from lowtide.dynamic.context import leave_if_innermost, online
 from lowtide.errors import InfeasibleBudgetError, LowtideError, OnlineBudgetError
 from lowtide.runtime.calls.result_hooks import tell
 
+_LOG = logging.getLogger(__name__)
 _BACKWARD = ("backward", "grad")  # of torch.autograd: what runs a backward pass
 _STEPS = 8
 _lock = threading.RLock()  # garbage is collected inside, too
@@ -50,7 +52,8 @@ class OnlineCalls:
         self._trusted: weakref.WeakSet[threading.Thread] = weakref.WeakSet([threading.main_thread()])
         self.step_seconds: deque[float] = deque(maxlen=_STEPS)
         self._began = 0.0
-        self._left_with_bytes = 0  # the most that the latest step took, until ``raise_unmet``
+        self._needed_bytes = 0  # the most that the latest step took, until ``check_end``
+        self._said = False  # that steps end above the budget
         self._left_by: threading.Thread | None = None  # the one of the latest call, where that left at its end
         weakref.finalize(self, _gone, self._context).atexit = False
 
@@ -99,7 +102,7 @@ class OnlineCalls:
             return
         if leave_if_innermost(self._context):
             self.step_seconds.append(time.perf_counter() - self._began)
-            self._left_with_bytes = self._context.statistics.peak_bytes
+            self._needed_bytes = self._context.statistics.peak_bytes
             self._left()
 
     def behind(self, error: BaseException) -> LowtideError | None:
@@ -111,16 +114,22 @@ class OnlineCalls:
         self.unmet.midway = True
         return self.unmet
 
-    def raise_unmet(self) -> None:
-        """Where what the latest step left behind, above all gradients, took more than the budget once it was all there."""
-        budget_bytes, needed_bytes = self._context.settings.budget_bytes, self._left_with_bytes
-        self._left_with_bytes = 0
-        if self.unmet is not None and needed_bytes > budget_bytes:
+    def check_end(self) -> None:
+        """What the latest step ended with (above all gradients) may have taken more than the budget once all of it was there:
+        raises ``unmet``; without one the log says so."""
+        budget_bytes, needed_bytes = self._context.settings.budget_bytes, self._needed_bytes
+        self._needed_bytes = 0
+        if needed_bytes <= budget_bytes:
+            return
+        what = f"a step took {needed_bytes} bytes, with the gradients and results that it ended with"
+        if self.unmet is not None:
             self.unmet.midway = True
             raise self.unmet from OnlineBudgetError(
-                f"what a step leaves behind (gradients, results that are kept) takes up to {needed_bytes} bytes.",
-                operator="the end of a step", needed_bytes=needed_bytes, budget_bytes=budget_bytes, location="",
-            )  # fmt: skip
+                f"{what}.", operator="the end of a step", needed_bytes=needed_bytes, budget_bytes=budget_bytes
+            )
+        if not self._said:
+            _LOG.warning("the online mode goes on above its budget of %d bytes: %s", budget_bytes, what)
+            self._said = True
 
     def leave(self) -> None:
         """What is held becomes as without the context."""
@@ -185,7 +194,7 @@ def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
             for one in list(_inside):
                 one.backward_ended()
         for one in inside:
-            one.raise_unmet()
+            one.check_end()
         return result
 
     return told
