@@ -213,33 +213,6 @@ def test_an_annealed_number_costs_few_captures(caplog: pytest.LogCaptureFixture)
     assert [part.name for part in model.forward.parts.planned()] == ["block"]
 
 
-class _Weighted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH))
-
-    def forward(self, x: torch.Tensor, weights: dict[str, float]) -> torch.Tensor:
-        return self.block(x).square().mean() * weights["loss"]
-
-
-@pytest.mark.parametrize("values", [2, 20])
-def test_values_in_containers_among_arguments(values: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Those that come again have their programs; where nearly every call has others, the model runs in parts."""
-    torch.manual_seed(0)
-    plain, x = _Weighted(), torch.randn(16, WIDTH)
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy")
-    for step in range(12):
-        weights = {"loss": 0.1 + 0.3 * (step % values)}
-        for model in (plain, planned):
-            model.zero_grad()
-            model(x, weights).backward()
-        for one, two in zip(plain.parameters(), planned.parameters(), strict=True):
-            assert one.grad is not None and two.grad is not None and torch.equal(one.grad, two.grad)
-    assert (planned.forward.parts is None) == (values == 2)
-    assert ("differ in plain values among their arguments" in caplog.text) == (values > 2)
-
-
 class _Queue(nn.Module):
     """Momentum contrast: keys go into a queue, at a place that a buffer says."""
 

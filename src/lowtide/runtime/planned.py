@@ -301,7 +301,6 @@ class Planned(Programs):
             may_go_without = self._may_go_without(inputs)
             if may_go_without and not several_processes():  # each would find another time to do so
                 self.recaptures.refuse_more()
-                self.recaptures.refuse_values(key, self.entries)
             if known:
                 self.recaptures.changed(key, known, self._latest(key), self.model, inputs, may_go_without)
             elif self.latest is not None:

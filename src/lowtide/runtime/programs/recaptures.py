@@ -103,7 +103,10 @@ class Recaptures:
 
     def say_values(self, entry: Entry, known: Mapping[Signature, Sequence[Entry]], model: nn.Module) -> None:
         """Say in the log where a new ``entry`` is one of many of the ``known`` that plain values among arguments tell apart."""
-        others = [entries[-1] for entries in _of_other_values(entry.key, known)]
+        names, values, *rest = entry.key
+        others = [
+            ones[-1] for (of, with_, *more), ones in known.items() if (of, more) == (names, rest) and with_ != values
+        ]
         if len(others) + 1 != _MANY_CAPTURES:
             return
         found = structure.difference(others[-1].sample.arguments, entry.sample.arguments)
@@ -113,18 +116,6 @@ class Recaptures:
             "or pass it as a tensor.",
             type(model).__name__, _MANY_CAPTURES, f" ({found[0]!r:.40} and {found[1]!r:.40}, say)" if found else "",
         )  # fmt: skip
-
-    def refuse_values(self, key: Signature, known: Mapping[Signature, Sequence[Entry]]) -> None:
-        """Raises ``ManyProgramsError`` where nearly each of many calls had other plain values among its arguments, and was
-        captured for them."""
-        others = _of_other_values(key, known)
-        times = len(others) + 1
-        if times > _MANY_CAPTURES and times > sum(entry.calls for entries in others for entry in entries):
-            raise ManyProgramsError(
-                f"its calls differ in plain values among their arguments, and were captured {times - 1} times for that. Leave "
-                "out of a call what it does not compute with, give numbers as arguments of their own (model(x, weight), not "
-                'model(x, {"weight": weight})), or pass them as tensors.'
-            )
 
     @contextlib.contextmanager
     def unexpected(self, entries: Sequence[Entry], model: nn.Module, expected: tuple[bool, ...]) -> Iterator[None]:
@@ -142,9 +133,3 @@ class Recaptures:
         except CaptureError:  # the model's own error, say
             self.known = replace(self.known, expected=usual)
             raise
-
-
-def _of_other_values(key: Signature, known: Mapping[Signature, Sequence[Entry]]) -> list[Sequence[Entry]]:
-    """Those of the ``known`` that plain values among arguments alone tell from calls with this key."""
-    names, values, *rest = key
-    return [ones for (of, with_, *more), ones in known.items() if (of, more) == (names, rest) and with_ != values]
