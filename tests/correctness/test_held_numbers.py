@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lowtide
-from tests.fuzz.changed import Computes, Thing, having, rows
+from tests.fuzz.changed import Computes, Thing, having, numbered_steps, rows
 
 STEPS = 10
 Compute = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -94,15 +94,7 @@ def _replaced(model: Any, step: int) -> None:
 
 
 def _steps(model: Any, change: Change) -> list[Any]:
-    states = []
-    for step in range(STEPS):
-        change(model, step)
-        torch.manual_seed(step)
-        model.zero_grad()
-        result = model(rows() + step)
-        result.backward()
-        states.append((result.item(), model.linear.weight.grad.tolist(), repr(model.weights), repr(model.list)))
-    return states
+    return numbered_steps(model, change, STEPS, lambda model: (repr(model.weights), repr(model.list)))
 
 
 HELD: dict[str, Compute] = {

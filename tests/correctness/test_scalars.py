@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from tests.fuzz.changed import Computes, Reversed, Thing, having, rows
+from tests.fuzz.changed import Computes, Reversed, Thing, having, numbered_steps, rows
 
 STEPS = 12
 Compute = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -146,15 +146,7 @@ def _model(compute: Compute) -> Any:
 
 
 def _steps(model: Any, set_to: Callable[[Any, int], None]) -> list[Any]:
-    states = []
-    for step in range(STEPS):
-        set_to(model, step)
-        torch.manual_seed(step)
-        model.zero_grad()
-        loss = model(rows() + step)
-        loss.backward()
-        states.append((loss.item(), model.linear.weight.grad.tolist(), model.step, torch.get_rng_state().tolist()))
-    return states
+    return numbered_steps(model, set_to, STEPS, lambda model: (model.step, torch.get_rng_state().tolist()))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -150,6 +150,19 @@ def follows(
                 assert same(step(model, args, plain=False), expected)
 
 
+def numbered_steps(model: Any, change: Callable[[Any, int], None], count: int, left: Callable[[Any], Any]) -> list[Any]:
+    """What so many steps compute, and what they have ``left``; each begins with a ``change`` of the model's numbers."""
+    states = []
+    for step in range(count):
+        change(model, step)
+        torch.manual_seed(step)
+        model.zero_grad()
+        loss = model(rows() + step)
+        loss.backward()
+        states.append((loss.item(), model.linear.weight.grad.tolist(), left(model)))
+    return states
+
+
 def steps(make: Callable[[], nn.Module], planned: bool, count: int = 4) -> list[list[torch.Tensor]]:
     """Some steps in a row of a model that is made anew, without clearing gradients in between."""
     torch.manual_seed(0)

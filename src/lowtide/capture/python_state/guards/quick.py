@@ -164,11 +164,10 @@ class Unchanged:
             if items is not None:
                 met[id(holder)] = holder
                 values += items
-                expected = [self._layouts.get(id(item), item) for item in items]
-                if self._others:
-                    others = (index for index in range(len(items)) if (id(holder), index) in self._others)
-                    for index in others:
-                        expected[index] = _ANY
+                expected = [
+                    _ANY if (id(holder), index) in self._others else self._layouts.get(id(item), item)
+                    for index, item in enumerate(items)
+                ]
                 if not isinstance(holder, _IMMUTABLE) or any(type(item) is _Layout for item in expected):
                     self._items.append((content, (holder,), expected))
 
