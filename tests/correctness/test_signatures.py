@@ -236,7 +236,7 @@ def test_answers_that_never_repeat_are_said(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_values_that_never_repeat_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """So are plain values among the arguments, such as names of files, which nothing computes with."""
+    """So are plain values among the arguments that its code looks at."""
 
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -244,7 +244,7 @@ def test_values_that_never_repeat_are_said(caplog: pytest.LogCaptureFixture) -> 
             self.body = perceptron(2)
 
         def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-            return self.body(batch["x"]).mean()
+            return self.body(batch["x"]).mean() * len(batch["paths"][1])
 
     def inputs(iteration: int) -> Any:
         return ({"x": rows()(iteration)[0][0], "paths": ["one.png", f"{iteration}.png"]},), {}

@@ -23,6 +23,8 @@ NUMBERS = [
     "weight", "temperature", "random.random()", "random.uniform(0.5, 2.0)", "np.random.rand()",
     "self.weights['kl']", "self.weights['deep'][0]", "self.schedule[1]", "self.space.rate", "self.rate", "self.first.cfg['kl']",
     "(self.beta * weight)", "(self.tau / (1 + abs(self.count)))", "(self.weights['kl'] + self.rate)",
+    "options['kl']", "options['deep']['tau']", "options['list'][1]", "options['batch'].rate", "sum(options['list'])",
+    "(options['kl'] * self.beta)", "len(options['name'])", "(1 if options['name'] == 'a3' else 0.5)", "options['step'] / 20",
     "max(self.beta, self.rate)", "sum(self.schedule)", "sum(self.weights['deep'])",
 ]  # fmt: skip
 FUNCTIONS = [
@@ -58,9 +60,13 @@ def _source(draw: random.Random) -> str:
         lines += ["h = torch.tanh(self.second(h))"] if draw.random() < 0.4 else []
     if draw.random() < 0.2:
         lines.append(f"self.weights[{draw.choice(['kl', 'new'])!r}] = {number()}")
+    if draw.random() < 0.3:
+        lines.append(f"options[{draw.choice(['kl', 'new'])!r}] = {draw.choice([number(), 'h'])}")
+    if draw.random() < 0.2:
+        lines.append("h = h * (options['kl'] + options['batch'].x)")
     result = f"h.square().mean() * {number() if draw.random() < 0.5 else 1}"
     lines.append(f"return {result}, [{', '.join(number() for _ in range(draw.randrange(3)))}]")
-    return "def forward(self, x, weight, temperature=1.0):\n" + "".join(f"    {line}\n" for line in lines)
+    return "def forward(self, x, weight, options, temperature=1.0):\n" + "".join(f"    {line}\n" for line in lines)
 
 
 def _model(source: str) -> Any:
@@ -77,6 +83,14 @@ def _model(source: str) -> Any:
     model.space, model.rate = types.SimpleNamespace(rate=0.4), np.float64(0.6)
     model.first.cfg = model.weights
     return model
+
+
+def _options(step: int) -> dict[str, Any]:
+    """Whose step stays as it is for a while, and whose name is seldom another one."""
+    batch = Thing(rate=0.3 + 0.02 * step, x=torch.linspace(0, 1, 8))
+    deep = {"tau": 1 / (step + 1), "names": [f"{step}.png", "b.png"]}
+    return {"kl": 0.1 + 0.06 * step, "deep": deep, "list": [0.5, 0.03 * step], "batch": batch, "name": f"a{step // 3}",
+            "step": step // 2, "meta": ({"id": step}, {"id": -step})}  # fmt: skip
 
 
 def _run(model: Any, step: int, rows: int) -> Any:
@@ -97,13 +111,16 @@ def _run(model: Any, step: int, rows: int) -> Any:
     torch.manual_seed(step)
     model.zero_grad()
     x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(step))
+    options = _options(step)
     try:
-        loss, numbers = model(x, 0.3 + 0.1 * step, temperature=1.0 if step < 4 else 1.5)
+        loss, numbers = model(x, 0.3 + 0.1 * step, options, temperature=1.0 if step < 4 else 1.5)
         loss.backward()
     except (ArithmeticError, ValueError, RuntimeError) as error:
         return type(error).__name__
     gradients = [None if one.grad is None else repr(one.grad.tolist()) for one in model.parameters()]
-    left = repr((loss.item(), numbers, model.weights, model.first.cfg))
+    batch = options.pop("batch")
+    shown = [one.tolist() if isinstance(one, torch.Tensor) else one for one in (*numbers, *options, *options.values())]
+    left = repr((loss.item(), shown, model.weights, model.first.cfg, batch.rate, batch.x))
     return left, gradients, model.step, torch.get_rng_state().tolist(), random.getstate()
 
 

@@ -224,7 +224,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             return replace(known, effects=effects, changed_backward=known.changed_backward | error.changed)
         if recorder.used_otherwise(failed=True):
             return replace(known, effects=effects)
-        learned = _learned_of_numbers(known, traced, failed=True)
+        learned = _learned_of_numbers(known, traced, error)
         if learned is not None:
             return learned
         if recorder.used_otherwise(failed=True, or_unknown=True):
@@ -244,18 +244,20 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     )
 
 
-def _learned_of_numbers(known: Known, traced: TracedModel, *, failed: bool = False) -> Known | None:
+def _learned_of_numbers(known: Known, traced: TracedModel, error: BaseException | None = None) -> Known | None:
     """Where the call does more than to compare numbers, or changes others than those that are known to change: what is known
-    now. A trace that has ``failed`` for no reason that is known may have done so for those that operators took or, if there are
-    none, for all of them."""
-    places = traced.used_otherwise(failed)
-    if failed and not places:
-        places = traced.numbers.places_taken() or {one.read.place for one in traced.numbers.every}
+    now. A trace that has failed by an ``error`` for no known reason may have done so for texts or, if there are none, for those
+    that operators took, or for all."""
+    places = traced.used_otherwise(failed=error is not None)
+    if error is not None and not places:
+        every = {one.read.place for one in traced.numbers.every}
+        places = traced.numbers.texts(error) or traced.numbers.places_taken() or every
     if places:
+        places = traced.numbers.with_alike(places)
         of = {one.read.place: one.comparisons for one in traced.numbers.every if one.comparisons.answers}
         bounds = {**known.bounds, **{place: of[place] for place in places & of.keys()}}
         return replace(known, computed=known.computed | places, bounds=bounds)
-    changing = {} if failed or known.effects is not None else traced.changing_numbers()
+    changing = {} if error is not None or known.effects is not None else traced.changing_numbers()
     numbers = {**changing, **known.numbers}
     return replace(known, numbers=numbers) if numbers.keys() != known.numbers.keys() else None
 

@@ -232,8 +232,7 @@ class TracedModel:
         given, held = others[: len(self.call.tensors)], others[len(self.call.tensors) :]
         model, copies = self._copy([*state, *held])
         declared = declared_buffers(model)
-        before = snapshot(model)
-        hooks = hooks_in(model)
+        before, hooks = snapshot(model), hooks_in(model)
         self.latest_reads = Reads()
         args, kwargs = rebuilt(self.call.arguments, state, given, self._number)
         writes = ArgumentWrites(self.call.arguments.leaves[0], (args, kwargs), self.call.distinct)
@@ -285,6 +284,7 @@ class TracedModel:
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
         self.after_run()
         standing.until_ended()
+        self._backward.callback(reached.forget_arguments)
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching(backward=True))
         self._backward.enter_context(TakingNumbers())

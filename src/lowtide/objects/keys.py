@@ -89,7 +89,7 @@ class _Visit:
         if isinstance(node, Computed):
             return ("computed", node.key)
         if isinstance(node, Changing):
-            return ("changing", node.name)
+            return ("changing", node.way, node.kind)
         if isinstance(node, Nested):
             kind = node.spec.context if isinstance(node.spec.context, type) else None  # of a named tuple
             return (_told_of(node.spec), kind, tuple(map(self.key, node.leaves)))

@@ -99,7 +99,7 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "method": _method,  # in that or its bases
     "names": lambda owner, _: tuple(_names(owner)),  # of all its attributes
     "item": lambda owner, name: owner.get(name, ABSENT),  # in a namespace
-    "argument": lambda owner, name: owner.get(name, ABSENT),  # among the numbers of a call
+    "argument": lambda owner, name: owner.get(name, ABSENT),  # among the values of a call
     "place": lambda owner, number: next(itertools.islice(owner.values(), int(number), None), ABSENT),  # in a dictionary
     "held": part,  # by a dictionary, a list or a namespace
     "part": lambda owner, way: part(*innermost(owner, way)),  # of what it has, by a way of a kind, a name and keys

@@ -91,13 +91,13 @@ class Rematerialized(Planned):
         watched = self._root is None and self.optimizer is None
         kind = self.differentiated.kind_of(inputs, sys._getframe(1)) if watched else None
         if kind is not None:
-            return self.differentiated.run(kind, self.original_forward, *sample.given())
+            return self.differentiated.run(kind, self.original_forward, sample.args, sample.kwargs)
         self._split_waiting()
         try:
             return super()._run(sample, inputs, state, tree)
         except NoGradientError as error:
             _LOG.info("a call of %s runs without a plan: %s", type(self.model).__name__, str(error))
-            return self._run_as_it_is(*sample.given())
+            return self._run_as_it_is(sample.args, sample.kwargs)
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         outputs = super().run(entry, inputs)

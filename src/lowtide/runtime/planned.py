@@ -31,7 +31,7 @@ from lowtide.program.targets import UnexpectedValueError
 from lowtide.runtime.caller import calling, copied_module, has_copied, let_go
 from lowtide.runtime.calls.step import run
 from lowtide.runtime.checked import is_due, require_same
-from lowtide.runtime.programs.call_numbers import CallNumbers
+from lowtide.runtime.programs.call_values import CallValues
 from lowtide.runtime.programs.entry import Entry, Sample, Signature, signature
 from lowtide.runtime.programs.programs import Programs
 from lowtide.runtime.programs.unusual import UnusualCalls
@@ -63,7 +63,7 @@ class Planned(Programs):
         functools.update_wrapper(self, original_forward, updated=())
         self.ran = 0  # calls that ran by a plan
         self.unusual = UnusualCalls()
-        self.numbers = CallNumbers(model)
+        self.values = CallValues(model)
         self.is_unusual = False  # while a program is made for one of them
         self._said_transformed = self._said_copied = False
         self._prepares = False  # outside of a step, where no budget limits what is measured
@@ -119,15 +119,17 @@ class Planned(Programs):
                     type(model).__name__,
                 )
             return self._run_as_it_is(args, kwargs)
-        sample = self.numbers.standing(args, kwargs)
         try:
-            inputs, state, tree = self._flat(*sample)
+            inputs, state, tree = self._flat(args, kwargs)
         except NoShapeError:  # which this call gives them
             return self._run_as_it_is(args, kwargs)
         as_part = any(isinstance(tensor, TRACED) for tensor in inputs)  # of a larger model that is captured
         if as_part or not any(tensor.requires_grad for tensor in inputs):
             return self._run_as_it_is(args, kwargs)
-        result = self._run(sample, inputs, state, tree)
+        changing = self.values.standing(tree.leaves[0])
+        if changing:
+            tree = structure.Nested(tree.spec, (structure.with_values(tree.leaves[0], changing), *tree.leaves[1:]))
+        result = self._run(Sample(args, kwargs, changing), inputs, state, tree)
         if result is not UNPLANNED:
             return result
         del inputs, state, tree  # what the call puts others in the place of is let go of
@@ -164,7 +166,7 @@ class Planned(Programs):
         if is_due():
             self._check(entry, sample)
         flat = contract.flat_inputs(model, inputs, draws) or inputs
-        given = holders(tree.leaves[0], tuple(sample)) if contract.writes else ()
+        given = holders(tree.leaves[0], (tuple(sample.args), sample.kwargs)) if contract.writes else ()
         if not are_distinct(given):
             return UNPLANNED
         try:
@@ -307,7 +309,7 @@ class Planned(Programs):
                 self.recaptures.seen_since(self.latest, self.model)
             with stage_seconds() as taken:
                 entry = self._make(key, sample)
-            self.numbers.settle(sample, entry.captured)
+            self.values.settle(sample, entry.captured)
             self.recaptures.novelty.came(entry, sum(taken.values()) if "capture" in taken else 0.0)
             self.recaptures.say_values(entry, self.entries, self.model)
             return entry

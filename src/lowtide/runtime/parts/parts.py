@@ -110,7 +110,7 @@ class Part(SharingForward):
         if kind is None:
             return super()._run(sample, inputs, state, tree)
         self.shared.unlike = self.shared.unlike or self.differentiated.is_new(kind)
-        result = self.differentiated.run(kind, self.original_forward, *sample.given())
+        result = self.differentiated.run(kind, self.original_forward, sample.args, sample.kwargs)
         self.shared.go_on()
         return result
 

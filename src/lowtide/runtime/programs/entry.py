@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from lowtide.lower import Lowered
 from lowtide.memory.arena import Arena
 from lowtide.objects import structure
 from lowtide.objects.keys import fingerprint, tensor_keys
-from lowtide.objects.structure import Changing
+from lowtide.objects.structure import Changing, Way
 from lowtide.planning import Plan
 from lowtide.program import Program, layouts
 from lowtide.program.distributed.local import like_form, specs_of
@@ -79,50 +80,54 @@ def describe(inputs: Sequence[torch.Tensor], states: int) -> str:
 
 
 class Sample(NamedTuple):
-    """A call; ``Changing`` stands for numbers in it that are other ones in every call."""
+    """A call as it was given, and what stands for values in it that are other ones in every call (``structure.values_in``)."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
+    changing: Mapping[Way, Changing] = MappingProxyType({})
 
-    def given(self) -> Sample:
-        """With the numbers of now."""
-        args = tuple(one.value if isinstance(one, Changing) else one for one in self.args)
-        return Sample(args, {k: one.value if isinstance(one, Changing) else one for k, one in self.kwargs.items()})
+    def standing(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The arguments with these in their places, in copies of what they are in."""
+        if not self.changing:
+            return self.args, self.kwargs
+        tensors, arguments = structure.flatten((tuple(self.args), dict(self.kwargs)))
+        args, kwargs = structure.unflatten(structure.with_values(arguments, self.changing), tensors)
+        return args, kwargs
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory ends the process
 class KeptSample:
     """A call to capture again, for other gradients, in the ``autocast`` state that it had. Shapes suffice for that, so of its
     floating ``tensors`` the memory is not kept; but values answer questions, so the integers stay. ``given``: its values that
-    are no tensors; ``numbers``: what those were in it that are other ones in every call."""
+    are no tensors; ``values``: what those were in it that are other ones in every call."""
 
     tensors: Sequence[torch.Tensor]
     arguments: Any
     given: Any
     autocast: contextlib.AbstractContextManager[Any]
-    numbers: Sequence[Any] = ()
+    values: Sequence[Any] = ()
 
     @staticmethod
     def of(sample: Sample, model: nn.Module, device_type: str) -> KeptSample:
-        tensors, arguments = flat_arguments(*sample, model_state(model).tensors)
+        tensors, arguments = flat_arguments(*sample.standing(), model_state(model).tensors)
         hollow = [like_form(each, _without_data(each)) for each in tensors]
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         keep_casts = torch.is_autocast_cache_enabled()
         autocast = torch.autocast(device_type, dtype if enabled else None, enabled, cache_enabled=keep_casts)
-        numbers = [one.value for one in structure.changing(arguments)]
-        return KeptSample(hollow, arguments, fingerprint(arguments), autocast, numbers)
+        values = [one.value for one in structure.changing(arguments)]
+        return KeptSample(hollow, arguments, fingerprint(arguments), autocast, values)
 
     def on(self, model: nn.Module) -> Sample:
         """The call, with the parameters and buffers of now where they are arguments."""
         return Sample(*rebuilt(self.arguments, model_state(model).registered, self.tensors))
 
     @contextlib.contextmanager
-    def with_numbers(self) -> Iterator[None]:
-        """Inside, numbers that are other ones in every call are what they were in this one."""
+    def with_values(self) -> Iterator[None]:
+        """Inside, values that are other ones in every call are what they were in this one."""
         standing = structure.changing(self.arguments)
         now = [dict(one.values) for one in standing]
-        for one, value in zip(standing, self.numbers, strict=True):
-            one.values[one.name] = value
+        for one, value in zip(standing, self.values, strict=True):
+            one.values[one.way] = value
         try:
             yield
         finally:
@@ -174,7 +179,7 @@ class Entry:
         changed = changed or ("" if len(modules) == len(modes[0]) else "submodules have come or gone")
         if changed:
             raise _changed_before_backward(model, changed)
-        with modes_as(modules, modes), self.sample.autocast, torch.enable_grad(), self.sample.with_numbers():
+        with modes_as(modules, modes), self.sample.autocast, torch.enable_grad(), self.sample.with_values():
             changed = self.conditions[0].changed(model)
             if changed:
                 raise _changed_before_backward(model, changed)

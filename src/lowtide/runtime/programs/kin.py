@@ -141,7 +141,7 @@ class Kin:
         varying, apart = _all_places(seen) if self.at_once else _varying(seen)
         how: dict[str, Any] = {"apart": apart, "mask": entry.captured.program.mask, "known": Known.like(entry.captured)}
         how["rewrite"] = None if terms_from is None else functools.partial(split_sums, first=terms_from)
-        captured = functools.partial(capture_family, model, sample.args, sample.kwargs, varying, **how)
+        captured = functools.partial(capture_family, model, *sample.standing(), varying, **how)
         try:
             with stage("capture"):
                 family = captured(like=entry.captured)

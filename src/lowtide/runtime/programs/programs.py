@@ -197,7 +197,7 @@ class Programs:
 
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
-        inputs, state, _ = self._flat(sample.args, sample.kwargs)
+        inputs, state, _ = self._flat(*sample.standing())
         # Of distributed tensors the global sizes are in the program as well, of sparse ones the numbers of their entries.
         special = any(spec_of(tensor) is not None or tensor.layout is not torch.strided for tensor in inputs)
         kin, shapes = (None, None) if special else self._kins.of(key, inputs, len(state.tensors))
@@ -258,7 +258,7 @@ class Programs:
 
     def _capture(self, sample: Sample, mask: GradientMask | None, known: Known | None = None) -> Captured:
         terms_from = self.terms_from(len(self._read_state(self.model).tensors))
-        return captured_program(self.model, sample.args, sample.kwargs, self.settings, mask, known, terms_from)
+        return captured_program(self.model, *sample.standing(), self.settings, mask, known, terms_from)
 
     def _may_be_apart(self) -> bool:
         """Whether a ``CaptureError`` lets the call run otherwise."""
@@ -271,7 +271,7 @@ class Programs:
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
         """What is to run, and its plan; ``known`` as of ``planned_program``."""
-        of = captured, self.model, sample.args, sample.kwargs
+        of = captured, self.model, *sample.standing()
         return planned_program(*of, self.settings, self._granted(), finish, **known)
 
     def _fitting(

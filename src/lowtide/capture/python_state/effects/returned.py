@@ -11,6 +11,7 @@ from torch import nn
 
 from lowtide.capture.python_state.guards.compared import StandIn
 from lowtide.capture.python_state.guards.standing import ComparedNumber, Term
+from lowtide.capture.python_state.guards.texts import TEXT_STAND_INS
 from lowtide.capture.trace.classes import TRACED
 from lowtide.errors import CaptureError
 from lowtide.objects import opaque, structure
@@ -43,7 +44,7 @@ def with_numbers(result: Any, numbers: Sequence[ComparedNumber]) -> Any:
     reads = {id(one.comparisons): one.read for one in numbers}
 
     def computed(leaf: Any) -> Any:
-        read = reads.get(id(leaf.comparisons)) if type(leaf) is StandIn else None
+        read = reads.get(id(leaf.comparisons)) if type(leaf) in (StandIn, *TEXT_STAND_INS) else None
         if read is None:
             return leaf
         term = Term(read, leaf.operations)

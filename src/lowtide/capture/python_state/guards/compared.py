@@ -23,19 +23,21 @@ from typing import Any
 import torch
 
 from lowtide.capture.python_state.guards.reads import Read
+from lowtide.capture.python_state.guards.texts import TEXT_STAND_INS
 from lowtide.objects.places import current
 from lowtide.program.scalars import CHANGING, NUMBERS, Operation, Operations, Source, Taken, can_be_input, result_of
 
 
 @dataclass(slots=True, eq=False)
 class Comparisons:
-    """How a number of type ``kind`` was compared: the operations it went through, the last of which compares, and the answers.
-    ``counting``: the operations that made it the number that the pass left in its place. ``number``: among those that may be
-    inputs of the program, if it may; ``moved``: operators are given another; ``taken``: what they took, of all of these.
-    ``join``: what becomes of it and another one. ``kept``: whether something still has it when the pass is over, as a result
-    or, where it has failed, an error may."""
+    """How a number of type ``kind``, at a ``place`` among others, was compared: the operations it went through, the last of
+    which compares, and the answers. ``counting``: the operations that made it the number that the pass left in its place.
+    ``number``: among those that may be inputs of the program, if it may; ``moved``: operators are given another; ``taken``:
+    what they took, of all of these. ``join``: what becomes of it and another one. ``kept``: whether something still has it when
+    the pass is over, as a result or, where it has failed, an error may."""
 
     kind: type
+    place: int = 0
     answers: list[tuple[Operations, Any]] = field(default_factory=list)
     counting: Operations = ()
     used_otherwise: bool = False
@@ -44,12 +46,12 @@ class Comparisons:
     moved: bool = False
     taken: list[Taken] = field(default_factory=list)
     join: Callable[[Callable[[Any, Any], Any], StandIn, StandIn], Any] | None = None
-    _stand_ins: list[weakref.ref[StandIn]] = field(default_factory=list)
+    _stand_ins: list[weakref.ref[Any]] = field(default_factory=list)
 
     @classmethod
     def equal_to(cls, value: Any) -> Comparisons:
         """As if it had been compared with its own value."""
-        return cls(type(value), [((Operation(operator.eq, value),), True)])
+        return cls(type(value), answers=[((Operation(operator.eq, value),), True)])
 
     def hold(self, value: Any) -> bool:
         """Whether another number in its place compares as it did."""
@@ -76,11 +78,12 @@ class Comparisons:
     @property
     def begin(self) -> Operations:
         """What makes the number of one of Python's."""
-        return () if self.kind in NUMBERS else (Operation(self.kind),)
+        return (Operation(self.kind),) if self.kind in CHANGING and self.kind not in NUMBERS else ()
 
-    def stand_in(self, value: Any, operations: Operations = ()) -> StandIn:
+    def stand_in(self, value: Any, operations: Operations = ()) -> Any:
         """For ``value``, which the number has become by these operations."""
-        made = StandIn(value, self, operations or self.begin)
+        kind = StandIn if self.kind in CHANGING else TEXT_STAND_INS[self.place % len(TEXT_STAND_INS)]
+        made = kind(value, self, operations or self.begin)
         self._stand_ins.append(weakref.ref(made))
         return made
 
@@ -176,7 +179,8 @@ class StandIn(torch.SymFloat):
     def _made(self, value: Any, operations: Operations) -> StandIn:
         if type(value) not in CHANGING:
             raise self.misused()
-        return self.comparisons.stand_in(value, operations)
+        made: StandIn = self.comparisons.stand_in(value, operations)
+        return made
 
     def misused(self, *_: Any) -> TypeError:
         """More is done with it than is known."""

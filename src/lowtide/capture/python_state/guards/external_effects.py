@@ -292,6 +292,10 @@ class ExternalEffects(Reach):
                 holder.write(_exchanged(now, left))
                 self.filled.append(holder)
 
+    def forget_arguments(self) -> None:
+        """What is in them is let go of."""
+        self._holders = {key: one for key, one in self._holders.items() if one.name != ARGUMENT}
+
     def undo(self) -> None:
         """Take away what was left, too."""
         for holder in self.filled:

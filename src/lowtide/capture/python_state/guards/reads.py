@@ -53,8 +53,8 @@ class Read(NamedTuple):
 
 
 def read_of(argument: Changing) -> Read:
-    """Of a number among the arguments of a call, which is another one in every call."""
-    return Read("argument", argument.values, argument.name, argument.value, f"the argument {argument.name}")
+    """Of a value among the arguments of a call, which is another one in every call."""
+    return Read("argument", argument.values, argument.way, argument.value, argument.text)
 
 
 class Content(NamedTuple):

@@ -13,12 +13,14 @@ from lowtide.capture.python_state.code.code_names import asks_for_types
 from lowtide.capture.python_state.guards.compared import Comparisons, LateStandIn, StandIn
 from lowtide.capture.python_state.guards.counters import assign
 from lowtide.capture.python_state.guards.reads import Place, Read, identical
+from lowtide.capture.python_state.guards.texts import TEXT_STAND_INS, named_in
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.objects.places import current
+from lowtide.objects.structure import alike
 from lowtide.objects.walk import ABSENT, content, reachable
 from lowtide.program.scalars import CHANGING, Operation, Operations, Taken, can_be_input, result_of
 
-STAND_INS = (StandIn, LateStandIn)
+STAND_INS = (StandIn, LateStandIn, *TEXT_STAND_INS)
 
 
 class ComparedNumber(NamedTuple):
@@ -66,9 +68,26 @@ class Numbers:
         """Of those that operators took, but for drawn ones."""
         return {self.every[one.source.number].read.place for one in self.taken if one.source.number >= 0}
 
+    def with_alike(self, places: set[Place]) -> set[Place]:
+        """These and, of arguments, what is the same in other items of lists."""
+        groups = {(owner, alike(way)) for kind, owner, way in places if kind == "argument"}
+        arguments = (one.read for one in self.every if one.read.kind == "argument")
+        return places | {read.place for read in arguments if (id(read.owner), alike(read.name)) in groups}
+
+    def texts(self, error: BaseException) -> set[Place]:
+        """Places of the texts that an error may have come of."""
+        texts = [one for one in self.every if one.comparisons.kind not in CHANGING and one.read.kind == "argument"]
+        kinds = named_in(error)
+        found = {
+            one.read.place for one in texts if TEXT_STAND_INS[one.comparisons.place % len(TEXT_STAND_INS)] in kinds
+        }
+        return found or {one.read.place for one in texts}
+
     def _add(self, read: Read, value: Any) -> Comparisons:
-        number = len(self.every) if self._scalars and can_be_input(value) else None
-        made = Comparisons(type(value), number=number, moved=self._moved, taken=self.taken, join=self._joined)
+        number = len(self.every) if self._scalars and type(value) in CHANGING and can_be_input(value) else None
+        made = Comparisons(
+            type(value), len(self.every), number=number, moved=self._moved, taken=self.taken, join=self._joined
+        )
         self.every.append(ComparedNumber(read, made))
         return made
 
