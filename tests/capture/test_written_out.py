@@ -64,6 +64,19 @@ def test_resized_images(build: Callable[[], nn.Module]) -> None:
     _check(build, IMAGES, [(8, 4, 12, 16), (5, 4, 8, 22)], (0, 2, 3))
 
 
+COUNTED = {
+    "mean": lambda: _Scaled(lambda x: x.exp().sum() / len(x)),
+    "positions": lambda: _Scaled(lambda x: x + torch.arange(len(x[0]))),
+    "compared": lambda: _Scaled(lambda x: x.sin() / max(1, len(x) + len(x.T)) if len(x) < 1000 else x),
+}
+
+
+@needs_2_13
+@pytest.mark.parametrize("build", COUNTED.values(), ids=COUNTED.keys())
+def test_lengths_by_len(build: Callable[[], nn.Module]) -> None:
+    _check(build, (6, 9), [(6, 20), (3, 5)], (0, 1))
+
+
 @needs_2_13
 @pytest.mark.parametrize("build", RECURRENT.values(), ids=RECURRENT.keys())
 def test_recurrent_layers(build: Callable[[], nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from typing import Any
@@ -385,3 +386,30 @@ def test_static_on_request() -> None:
     for iteration in range(3):
         STEP(model, *copy_inputs(_calls(iteration)))
     assert not _families(model)
+
+
+class _Boxes(nn.Module):
+    """Whose calls are given tensors of several lengths each, as pictures have several objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, given: list[torch.Tensor]) -> torch.Tensor:
+        losses = [torch.cdist(self.layer(one).tanh(), one).min(0).values.sum() for one in given]
+        return sum(losses, torch.zeros(())) / max(1, sum(map(len, given)))
+
+
+def test_a_call_with_a_length_of_one_leaves_the_others_a_family(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain = _Boxes()
+    planned = copy.deepcopy(plain)
+    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    caplog.set_level(logging.INFO, "lowtide")
+    for lengths in ((2, 3), (4, 2), (1, 5), (3, 4), (5, 3), (2, 5), (6, 2), (4, 7)):
+        given = [torch.randn(length, 8) for length in lengths]
+        for model in (plain, planned):
+            model.zero_grad()
+            model(given).backward()
+        assert torch.equal(plain.layer.weight.grad, planned.layer.weight.grad)  # type: ignore[arg-type]
+    assert sum("(capture" in message for message in caplog.messages) == 4

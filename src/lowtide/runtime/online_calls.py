@@ -116,7 +116,8 @@ class OnlineCalls:
 
     def check_end(self) -> None:
         """What the latest step ended with (above all gradients) may have taken more than the budget once all of it was there:
-        raises ``unmet``; without one the log says so."""
+        raises ``unmet``; without one the log says so, and steps go on within what that took, since to hold less until their
+        ends takes time and saves nothing."""
         budget_bytes, needed_bytes = self._context.settings.budget_bytes, self._needed_bytes
         self._needed_bytes = 0
         if needed_bytes <= budget_bytes:
@@ -127,6 +128,8 @@ class OnlineCalls:
             raise self.unmet from OnlineBudgetError(
                 f"{what}.", operator="the end of a step", needed_bytes=needed_bytes, budget_bytes=budget_bytes
             )
+        self._context.settings = dataclasses.replace(self._context.settings, budget_bytes=needed_bytes)
+        self.step_seconds.clear()
         if not self._said:
             _LOG.warning("the online mode goes on above its budget of %d bytes: %s", budget_bytes, what)
             self._said = True

@@ -1,12 +1,14 @@
-"""Functions of PyTorch's that read sizes as numbers, written out where sizes are symbols.
+"""Functions that read sizes as numbers, written out where sizes are symbols.
 
-Their C++ code takes the sizes of its arguments as plain numbers and calls other operators. In a trace with symbolic sizes each
-would fix its sizes to those of the traced call (``interpolate``), or end it (an LSTM). So there the same operators are called
-from here. Whoever makes a family of calls compares it with a capture by PyTorch's own code.
+``len`` gives a number of Python's. The C++ code of others takes the sizes of its arguments as such numbers and calls operators.
+In a trace with symbolic sizes each would fix its sizes to those of the traced call (``interpolate``), or end it (an LSTM). So
+there ``len`` gives a symbol, and the same operators are called from here. Whoever makes a family of calls compares it with a
+capture by PyTorch's own code.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._decomp.decompositions import upsample_compute_output_size
 
-from lowtide.capture.trace.patches import all_wrapped
+from lowtide.capture.trace.patches import all_wrapped, wrapped
 from lowtide.objects.walk import parts_of
 
 _LSTM = 2  # the kind of recurrent layer, in oneDNN's operator
@@ -32,8 +34,16 @@ _UPSAMPLING = {  # whether corners may be aligned
 def written_out() -> Iterator[None]:
     """Inside, these functions take symbolic sizes in this thread."""
     places = [(torch._C._nn, name) for name in _UPSAMPLING]
-    with all_wrapped([*places, (torch._VF, "lstm")], _wrapped):
+    with all_wrapped([*places, (torch._VF, "lstm")], _wrapped), wrapped(builtins, "len", _length):
         yield
+
+
+def _length(function: Callable[[Any], int]) -> Callable[[Any], Any]:
+    def length(value: Any) -> Any:
+        symbolic = isinstance(value, Tensor) and value._has_symbolic_sizes_strides and value.dim()
+        return value.shape[0] if symbolic else function(value)
+
+    return length
 
 
 def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -128,7 +128,12 @@ class Kin:
         enough = len(self.sizes) >= (1 if self.at_once else _ALONE)
         differs = shapes not in self.shapes or any(selected for _, selected in self.sizes)
         vain = sum(branch.is_vain for branch in self.branches)
-        return enough and differs and not self.hopeless and len(self.branches) < _MOST and vain < _MOST_VAIN
+        more = not self.hopeless and len(self.branches) < _MOST and vain < _MOST_VAIN
+        return enough and differs and more and not self._is_special(shapes)
+
+    def _is_special(self, shapes: Shapes) -> bool:
+        """Whether a size that varies is 1 or 0 here, which makes a program of its own."""
+        return any(shapes[number][dim] <= 1 for number, dim in _varying([*self.shapes, shapes])[0])
 
     def extend(
         self, model: nn.Module, sample: Sample, shapes: Shapes, capture: Callable[[], Captured], terms_from: int | None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lowtide.runtime.programs.entry import Entry
 
-_LATEST, _NEW = 48, 34  # calls, and how many of them are captured where that is so in most
+_LATEST, _NEW = 32, 27  # calls, and how many of them are captured where that is so in most
 _IN_A_ROW = 16  # the same where programs depend on values (lengths, say, or what is drawn), of which none come again
 _WORTH = 3  # times as long as its operators take, a capture may take
 
