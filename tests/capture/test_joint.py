@@ -161,6 +161,27 @@ class _Warming(nn.Module):
         return (y * 2 if self.step < 5 else y).sum()
 
 
+class _Asking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        assert not torch.overrides._len_torch_function_stack()
+        return gradient * 2
+
+
+def test_no_mode_looks_at_calls_of_a_backward_pass_that_has_no_numbers() -> None:
+    """Our own would come to one with each question that the tracer asks a tensor."""
+
+    class Custom(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _Asking.apply(super().forward(x))  # type: ignore[no-any-return]
+
+    capture(Custom(4, 4), (torch.randn(2, 4),))
+
+
 def test_a_number_that_changes_is_learned_of_before_the_joint_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     backward = joint._Joint._backward

@@ -287,7 +287,10 @@ class TracedModel:
         self._backward.callback(reached.forget_arguments)
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching(backward=True))
-        self._backward.enter_context(TakingNumbers())
+        if (
+            self.numbers.every or self.recorder.numbers
+        ):  # every call in the backward pass would come to the mode, ours too
+            self._backward.enter_context(TakingNumbers())
         return outputs
 
     def _wholes(self, tensors: Sequence[torch.Tensor], reals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
