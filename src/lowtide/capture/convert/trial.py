@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.capture.python_state.code.code_names import is_trusted, named_by
 from lowtide.capture.python_state.effects import random_numbers
-from lowtide.capture.python_state.guards.external_effects import Reach
+from lowtide.capture.python_state.guards.reach import Reach
 from lowtide.capture.trace.sizes import hint, hints
 from lowtide.errors import CaptureError
 from lowtide.program import foreign, generators
@@ -143,8 +143,7 @@ def _behind(target: Any) -> Reach:
     registered: Any = custom_ops.OPDEFS.get(target._schema.name)
     if registered is not None:
         for kernel in {registered._init_fn, *registered._backend_fns.values()}:
-            for function in _wrapped(kernel):
-                reach.add(function, target._schema.name)
+            reach.add((function, target._schema.name) for function in _wrapped(kernel))
     return reach
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.python_state.guards.external_effects import Reach
+from lowtide.capture.python_state.guards.reach import Reach
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.objects import structure
 from lowtide.objects.keys import fingerprint

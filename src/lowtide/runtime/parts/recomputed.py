@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.capture.python_state.effects.snapshots import Snapshot, put_back, snapshot
-from lowtide.capture.python_state.guards.external_effects import ARGUMENT, ExternalEffects, Reach, hooks_of
+from lowtide.capture.python_state.guards.external_effects import ARGUMENT, ExternalEffects, hooks_of
+from lowtide.capture.python_state.guards.reach import Reach
 from lowtide.dynamic.patches import UncompiledMode, uncompiled
 from lowtide.errors import ExecutionError
 from lowtide.objects.walk import parts_of
@@ -98,8 +99,7 @@ class Recomputation:
 def reach_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reach:
     """The containers and objects that a call is given, and what they hold."""
     reach = Reach()
-    for argument in (*args, *kwargs.values()):
-        reach.add(argument, ARGUMENT)
+    reach.add((argument, ARGUMENT) for argument in (*args, *kwargs.values()))
     return reach
 
 

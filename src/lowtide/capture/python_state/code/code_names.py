@@ -94,12 +94,12 @@ def named_by(value: Any) -> Iterator[tuple[str, Any]]:
             *(value.__kwdefaults__ or {}).values(),
         )
         yield from (("", item) for item in held)
-        names = _any_names_in(value.__code__)
+        names, variables = _any_names_in(value.__code__), value.__globals__
         for name in names:
-            if name not in value.__globals__:
+            if name not in variables:
                 continue
-            found = value.__globals__[name]
-            yield f"{value.__globals__.get('__name__')}.{name}", found
+            found = variables[name]
+            yield f"{variables.get('__name__')}.{name}", found
             if isinstance(found, types.ModuleType) and not is_trusted(found):
                 own = vars(found)
                 yield from [(f"{found.__name__}.{item}", own[item]) for item in names if item in own]
@@ -125,7 +125,12 @@ def is_trusted(value: Any) -> bool:
     else:
         function = value.func if isinstance(value, functools.partial) else value
         module = str(getattr(function, "__module__", None) or type(function).__module__)
-    return module.startswith(_TRUSTED) or module == "torch" or is_standard(module)
+    return _is_trusted_module(module)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_trusted_module(name: str) -> bool:
+    return name.startswith(_TRUSTED) or name == "torch" or is_standard(name)
 
 
 def full_name(value: Any) -> str:

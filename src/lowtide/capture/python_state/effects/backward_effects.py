@@ -14,7 +14,7 @@ from torch import nn
 
 from lowtide.capture.python_state.effects import attribute_effects, random_numbers
 from lowtide.capture.python_state.effects.snapshots import snapshot
-from lowtide.capture.python_state.guards.external_effects import Reach
+from lowtide.capture.python_state.guards.reach import Reach
 from lowtide.capture.python_state.paths import named, texts
 from lowtide.errors import CaptureError
 
