@@ -161,6 +161,24 @@ class _Warming(nn.Module):
         return (y * 2 if self.step < 5 else y).sum()
 
 
+def test_a_graph_is_swept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what says what may go; the tracer's own way of it looks at every operator and leaves it."""
+    swept = []
+    sweep = torch.fx.Graph.eliminate_dead_code
+
+    def counting(graph: torch.fx.Graph, *rules: Any) -> bool:
+        swept.append(rules)
+        return sweep(graph, *rules)
+
+    monkeypatch.setattr(torch.fx.Graph, "eliminate_dead_code", counting)
+    x = torch.randn(3, 4, requires_grad=True)
+    with torch.enable_grad():
+        mode = AnsweringFakeMode()
+        module = export_joint(lambda x: (x.exp(), x.sin() * 0)[:1], fakes_of(mode, (), (x,)), mode)
+    assert swept == [()]
+    assert not module.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+
+
 class _Asking(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -136,9 +136,13 @@ def export_joint(function: Function, fakes: Sequence[torch.Tensor], mode: FakeTe
 
         def run(primals: list[torch.Tensor]) -> list[Any]:
             alone.close()  # the function's own code may trace modules
-            return joint.run(primals)
+            results = joint.run(primals)
+            if mode.shape_env is None:  # else sizes that nobody reads are to go before equal ones become one
+                swept.enter_context(wrapped(fx.Graph, "eliminate_dead_code", lambda _: lambda *_, **__: False))
+            return results
 
-        module = proxy_tensor.make_fx(run, {})(list(fakes))
+        with contextlib.ExitStack() as swept:  # below, once
+            module = proxy_tensor.make_fx(run, {})(list(fakes))
         joint.describe(module.graph)
         module.graph.eliminate_dead_code()
         refuse_unregistered(module)

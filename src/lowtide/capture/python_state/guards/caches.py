@@ -135,10 +135,10 @@ class Caches:
             for results in reached.values():
                 self._misses.setdefault(results.cache, -1)
             for one, before in self._misses.items():
-                misses = one.cache_info().misses
-                if misses != before and _holds_fake(one, _DEPTH):
-                    one.cache_clear()
-                self._misses[one] = one.cache_info().misses
+                if one.cache_info().misses != before:  # few of some thousands
+                    if _holds_fake(one, _DEPTH):
+                        one.cache_clear()
+                    self._misses[one] = one.cache_info().misses
 
     @property
     def made(self) -> type:
