@@ -1,5 +1,5 @@
 """Settings that must stand before torch is imported, what the marks ``gpu`` and ``slow`` mean, a heap that is quick to walk,
-costs that are quick to measure, plans that are quick to find."""
+costs that are quick to measure, plans that are quick to find, generators that are quick to seed."""
 
 from __future__ import annotations
 
@@ -62,6 +62,19 @@ def _warm_caches() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "_sweep_buffer", lambda: np.zeros(1, dtype=np.int64))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _seeds_for_devices_there_are() -> Iterator[None]:
+    """``torch.manual_seed`` keeps the seed, with the text of the whole stack, for each kind of device that is not in use yet:
+    a millisecond a time, and nobody reads that where there is none."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for device, place in ((torch.cuda, torch.cuda.random), (torch.xpu, torch.xpu.random), (torch.mtia, torch.mtia)):
+            if not device.is_available():
+                patch.setattr(place, "_lazy_call", lambda *_, **__: None, raising=False)
         yield
 
 
