@@ -4,15 +4,23 @@ eager."""
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
+import math
+import os
+import shutil
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from lowtide.capture.trace.patches import replaced
 from tests.fuzz.changed import Reader, follows
@@ -30,6 +38,8 @@ class First(Base):
 
 
 class Other:
+    function = "expm1"
+
     @staticmethod
     def act(x: float) -> float:
         return x
@@ -37,6 +47,20 @@ class Other:
 
 def act(x: float) -> float:
     return x
+
+
+def _imported(state: Any) -> float:
+    try:
+        import lowtide_test_found  # type: ignore[import-not-found]  # noqa: F401
+    except ImportError:
+        return 1.0
+    finally:
+        sys.modules.pop("lowtide_test_found", None)
+    return 2.0
+
+
+def _waiting() -> None:
+    threading.Thread(target=_EVENT.wait, daemon=True).start()
 
 
 def _warned(state: Any) -> float:
@@ -60,6 +84,14 @@ _CASES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "handlers of a logger": (lambda s: 1.0 + len(_LOGGER.handlers), lambda: _LOGGER.addHandler(logging.NullHandler())),
     "filters of a logger": (lambda s: 1.0 + len(_LOGGER.filters), lambda: _LOGGER.addFilter(lambda record: True)),
     "handlers of a logger above": (lambda s: 1.0 + len(_LOGGER.parent.handlers), lambda: logging.getLogger("lowtide_test").addHandler(logging.NullHandler())),
+    "handlers of a logger by its name": (lambda s: 1.0 + len(logging.getLogger("lowtide_test." + "asked").handlers), lambda: _LOGGER.addHandler(logging.NullHandler())),
+    "whether a logger by its name passes messages on": (lambda s: 1.0 + logging.getLogger("lowtide_test." + "asked").propagate, lambda: setattr(_LOGGER, "propagate", False)),
+    "number of threads": (lambda s: threading.active_count(), _waiting),
+    "threads": (lambda s: len(threading.enumerate()), _waiting),
+    "function under a computed name": (lambda s: 1.0 + getattr(math, s.function)(1.0), lambda: setattr(math, "expm1", lambda x: x)),
+    "operator under a computed name": (lambda s: getattr(F, s.function)(torch.ones(1)), lambda: setattr(F, "expm1", lambda x: x)),
+    "operator that was there before": (lambda s: getattr(F, s.function[:2])(torch.ones(1)), lambda: _LIST.__setitem__(0, 2.0)),
+    "method of tensors under a computed name": (lambda s: getattr(torch.ones(1), s.function)(), lambda: setattr(torch.Tensor, "expm1", lambda x: x)),
     "name of a level": (lambda s: len(logging.getLevelName(17)), lambda: logging.addLevelName(17, "seventeen")),
     "name of a function": (lambda s: len(act.__name__), lambda: setattr(act, "__name__", "activation")),
     "documentation of a function": (lambda s: 1.0 + (act.__doc__ is None), lambda: setattr(act, "__doc__", "As it is.")),
@@ -70,15 +102,24 @@ _CASES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "attribute of a subclass": (_of_first, lambda: setattr(First, "scale", 2.0)),
 }  # fmt: skip
 _SUBCLASSES: list[Any] = []
+_LIST = [1.0]
+_EVENT = threading.Event()
 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     above = logging.getLogger("lowtide_test")
     annotations, path = dict(act.__annotations__), [*sys.path]
-    with warnings.catch_warnings(), replaced(sys, "stdout", sys.stdout):
+    F.expm1, F.ex = torch.expm1, lambda x: x * _LIST[0]  # type: ignore[attr-defined]
+    with warnings.catch_warnings(), replaced(sys, "stdout", sys.stdout), replaced(math, "expm1", math.expm1):
         warnings.simplefilter("ignore", FutureWarning)
         yield
+    del F.expm1, F.ex  # type: ignore[attr-defined]
+    if "expm1" in vars(torch.Tensor):
+        del torch.Tensor.expm1
+    _LIST[0], _LOGGER.propagate = 1.0, True
+    _EVENT.set()
+    _EVENT.clear()
     sys.path[:], act.__name__, act.__doc__, act.__annotations__ = path, "act", None, annotations
     sys.modules.pop(_ABSENT, None)
     _LOGGER.handlers, _LOGGER.filters, above.handlers = [], [], []
@@ -90,3 +131,36 @@ def _as_before() -> Iterator[None]:
 def test_what_is_asked_of_libraries(name: str) -> None:
     read, change = _CASES[name]
     follows(Reader(Other(), read), lambda model: (change(), None)[1])
+
+
+SEARCHES: dict[str, Callable[[Any], float]] = {
+    "found": lambda s: 1.0 + (importlib.util.find_spec("lowtide_test_found") is not None),
+    "imported": _imported,
+}
+
+
+@pytest.mark.parametrize("how", SEARCHES)
+@pytest.mark.parametrize("known", [True, False])
+def test_modules_that_are_looked_for(how: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One appears in a folder that was looked into before, or a folder that has it is added to the others."""
+
+    def appears(model: Any) -> None:
+        (tmp_path / "lowtide_test_found.py").write_text("")
+        importlib.invalidate_caches()
+        if not known:
+            monkeypatch.syspath_prepend(tmp_path)
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if known:
+        monkeypatch.syspath_prepend(tmp_path)
+    importlib.util.find_spec("lowtide_test_other")  # what is in the folder is known from now on
+    follows(Reader(None, SEARCHES[how]), appears)
+
+
+def test_the_path_that_programs_are_looked_for_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "lowtide_test_program"
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    state = Reader(None, lambda s: 1.0 + (shutil.which("lowtide_test_program") is not None))
+    follows(state, lambda model: monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep))

@@ -27,6 +27,11 @@ def _numbered(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y * sum(value for name, value in vars(self).items() if name.startswith("number_"))
 
 
+def _with_buffer(module: Any) -> None:
+    module.part = nn.Tanh()
+    module.part.register_buffer("table", torch.ones(1), persistent=False)
+
+
 _ONE = having(number_1=lambda: 1.0)
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "another attribute among all of the model's": (
@@ -44,6 +49,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "an attribute behind a descriptor of the model's": (
         lambda: type("Described", (Computes,), {"twice": Doubled()})(lambda s, y, x: y * s.twice),
         lambda m: setattr(m, "number", 2.0),
+    ),
+    "a buffer that is saved from now on": (
+        lambda: Computes(lambda s, y, x: y * (1 + len(s.part.state_dict())), _with_buffer),
+        lambda m: m.part._non_persistent_buffers_set.clear(),
     ),
     "another class of the model, of the same forward": (
         lambda: type("Numbered", (Computes,), {"number": 1.0})(lambda s, y, x: y * s.number),

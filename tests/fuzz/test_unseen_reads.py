@@ -36,7 +36,7 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import CaptureError
-from tests.fuzz.changed import Reader, Thing, follows, rows, set_attribute, steps
+from tests.fuzz.changed import Reader, Thing, follows, rows, same, set_attribute, step, steps
 
 _LIST = [1.0]
 _TABLE: dict[str, float] = {"number": 1.0}
@@ -196,6 +196,18 @@ def test_results_that_are_added_to_a_cache_are_no_change() -> None:
         settings_for(key)
         model(rows()).backward()
     assert len(lowtide.plans(model)) == 1
+
+
+def test_a_cache_that_is_cleared_and_filled_again() -> None:
+    """It has as many results as before then, and another one among them."""
+    scaled.cache_clear()
+    model = Reader(None, lambda s: scaled())
+    lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+    for change in (lambda: _TABLE.update(number=2.0), scaled.cache_clear, lambda: _TABLE.update(number=1.0)):
+        change()
+        expected = step(model, (rows(),), plain=True)
+        assert same(step(model, (rows(),), plain=False), expected)
+        assert same(step(model, (rows(),), plain=False), expected)
 
 
 def test_a_file_that_is_open(tmp_path: Path) -> None:

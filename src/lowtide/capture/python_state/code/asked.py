@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.capture.python_state.code import process
+from lowtide.capture.python_state.code.installed import is_standard
 from lowtide.objects.walk import PLAIN, items
 
 # By the names under which a process is asked.
@@ -25,7 +26,7 @@ _ASKED: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("is_initialized", "get_rank", "get_world_size", "get_backend"), process.ranks),
     **dict.fromkeys(("is_autocast_enabled", "get_autocast_dtype"), process.autocast),
     **dict.fromkeys(("decimal", "Decimal", "getcontext"), process.decimals),
-    **dict.fromkeys(("getLogger", "isEnabledFor", "getEffectiveLevel"), process.levels),
+    **dict.fromkeys(("getLogger", "isEnabledFor", "getEffectiveLevel"), process.loggers),
     **dict.fromkeys(("warn", "warn_explicit"), process.errors),
     **dict.fromkeys(("locale", "localeconv", "localtime", "mktime", "fromtimestamp", "astimezone"), process.culture),
     "getLevelName": lambda: str(logging.getLevelNamesMapping()),
@@ -35,6 +36,11 @@ _ASKED: dict[str, Callable[[], Any]] = {
     "get_float32_matmul_precision": torch.get_float32_matmul_precision,
     "get_swap_module_params_on_conversion": torch.__future__.get_swap_module_params_on_conversion,
 }
+# By the modules and names of functions whose names alone say nothing.
+_FUNCTIONS: dict[str, Callable[[], Any]] = dict.fromkeys(
+    ("threading.active_count", "threading.activeCount", "threading.enumerate"), process.threads
+)
+_SEARCHING = {"find_spec", "import_module", "__import__"}  # look for modules in the folders of ``sys.path``
 _ASKING = re.compile(r"_?(get|is|are|has)")  # how functions are called that ask, and do nothing
 _MOVING = re.compile("count|stat|alloc|memory|load|object|frame")  # what is another one in every call
 
@@ -52,6 +58,9 @@ def asked_under(names: Collection[str]) -> Iterator[Named]:
     """What code asks for that has these names in it."""
     if not _ENVIRONMENT.isdisjoint(names):
         yield Named("item", vars(os.environ), "_data", "os.environ")
+    if not _SEARCHING.isdisjoint(names):
+        for name in ("path", "meta_path"):
+            yield Named("item", vars(sys), name, f"sys.{name}")
     if "argv" in names:
         yield Named("item", vars(sys), "argv", "sys.argv")
     for name in sorted(_ASKED.keys() & names):
@@ -61,10 +70,31 @@ def asked_under(names: Collection[str]) -> Iterator[Named]:
 def asked_by(function: Any) -> Iterator[Named]:
     """What a library's function asks for, whatever name it was reached by."""
     name = str(getattr(function, "__name__", ""))
-    if name in _ASKED or name in _ENVIRONMENT:
-        yield from asked_under({name})
-    elif (answer := _answer_of(function)) is not None:
+    answer = _FUNCTIONS.get(f"{getattr(function, '__module__', '')}.{name}")
+    if answer is None and name not in _ASKED:
+        yield from asked_under({name, *_names_behind(function)})
+        answer = _answer_of(function)
+    if answer is not None:
         yield Named("answer", answer, "", f"the answer of {name}()")
+    elif name in _ASKED:
+        yield from asked_under({name})
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _names_behind(function: Any) -> frozenset[str]:
+    """What a function of Python's own names, and those of its module that it calls."""
+    found, waiting = set[str](), [function]
+    while waiting:
+        one = waiting.pop()
+        if (
+            isinstance(one, types.FunctionType)
+            and is_standard(one.__module__)
+            and one.__module__ == function.__module__
+        ):
+            names = set(one.__code__.co_names) - found
+            found |= names
+            waiting += [one.__globals__[name] for name in names & one.__globals__.keys()]
+    return frozenset(found)
 
 
 @functools.lru_cache(maxsize=1 << 12)

@@ -25,11 +25,10 @@ from lowtide.objects.walk import CONTAINERS, cell_value, reachable
 
 _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
-_LOADING = (*_GLOBAL, *_ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
+LOADING = (*_GLOBAL, *ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
-BY_COMPUTED_NAME = {"getattr", "vars", "__dict__", "getmembers"}  # reach any attribute of a module
-_NO_LOADS = {"CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG"}
+BY_COMPUTED_NAME = {"getattr", "vars", "__dict__", "getmembers"}  # reach any attribute of anything
 _COMPARING = frozenset({"IS_OP", "CONTAINS_OP", "COMPARE_OP"})
 _IMPORTING = {"import_module", "__import__"}  # functions that find a module under a name
 _OWN_NAMESPACE = {"globals", "eval", "exec"}  # reach any variable
@@ -65,7 +64,7 @@ def names_in(code: types.CodeType) -> Names:
     def operands(*opnames: str) -> frozenset[str]:
         return frozenset(item.argval for item in instructions if item.opname in opnames)
 
-    names = Names(operands(*_GLOBAL), operands(*_ATTRIBUTE), operands("IMPORT_NAME"))
+    names = Names(operands(*_GLOBAL), operands(*ATTRIBUTE), operands("IMPORT_NAME"))
     if not names.all & _BY_STRING:
         return names
     constants = (constant for part in codes(code) for constant in part.co_consts)
@@ -160,6 +159,8 @@ def variables_of(function: types.FunctionType) -> Iterator[Named]:
     for name in sorted(names.modules.union(_found_by_name(function))):
         yield Named("item", sys.modules, name, f"the module {name}")
     yield from asked_under(names.all)
+    if names.modules - sys.modules.keys():
+        yield from asked_under({"import_module"})
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -219,31 +220,6 @@ def _is_of_library(kind: type) -> bool:
     return issubclass(kind, Mapping) and not is_standard(kind.__module__)
 
 
-def attributes_named(function: types.FunctionType) -> tuple[frozenset[str], frozenset[str], bool]:
-    """What the code of a function of the user's may name as attributes of anything, and the functions that it looks up; which
-    attributes it spells (``getattr(x, "scale", 1)``); and whether it comes to others by names that it computes."""
-    if is_installed(function.__code__.co_filename):
-        return frozenset(), frozenset(), False
-    names = names_in(function.__code__)
-    return names.all, names.spelled, bool(names.all & BY_COMPUTED_NAME) and _computes_names(function.__code__)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _computes_names(code: types.CodeType) -> bool:
-    """Whether code reads all attributes of something, or asks ``getattr`` for other names than constants."""
-    for part in codes(code):
-        loads = [item for item in dis.get_instructions(part) if item.opname not in _NO_LOADS]
-        for place, item in enumerate(loads):
-            if item.opname in _LOADING and item.argval == "getattr":
-                after = [*itertools.dropwhile(lambda one: one.opname in _ATTRIBUTE, loads[place + 2 :])]
-                called = [one.arg if one.opname == "CALL" else None for one in after[1:3]]
-                if not after or after[0].opname != "LOAD_CONST" or (called[:1] != [2] and called[1:] != [3]):
-                    return True
-            elif item.opname in _LOADING and item.argval in BY_COMPUTED_NAME:
-                return True
-    return False
-
-
 @functools.lru_cache(maxsize=1 << 14)
 def asks_for_types(code: types.CodeType) -> bool:
     """Whether code asks by ``type`` for the class of anything but ``self``."""
@@ -257,7 +233,7 @@ def reads_classes(code: types.CodeType) -> bool:
     """Whether code reads ``__class__`` of anything but ``self``."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part) if item.opname != "CACHE"]
     pairs = itertools.pairwise(instructions)
-    return any(item.opname in _ATTRIBUTE and item.argval == "__class__" and of.argval != "self" for of, item in pairs)
+    return any(item.opname in ATTRIBUTE and item.argval == "__class__" and of.argval != "self" for of, item in pairs)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -307,7 +283,7 @@ def _uses(code: types.CodeType, name: str) -> frozenset[bool]:
         not _is_only_written(part[place + 1 :], name)
         for part in parts
         for place, item in enumerate(part)
-        if item.argval == name and item.opname in _LOADING
+        if item.argval == name and item.opname in LOADING
     )
 
 
@@ -317,7 +293,7 @@ def _is_only_written(after: Sequence[dis.Instruction], name: str) -> bool:
     if counting is not None:
         count = counting.group().count(" ")
         return counting["place"] is None or after[count - 1].argval == name
-    if after[0].opname in _ATTRIBUTE and after[0].argval in _ADDING:
+    if after[0].opname in ATTRIBUTE and after[0].argval in _ADDING:
         return True
     depth = 0
     for item in after:

@@ -53,12 +53,17 @@ def decimals() -> str:
     return str((context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp))
 
 
-def levels() -> str:
-    """From which level on loggers say something, of those to which that was told."""
-    loggers = logging.root.manager.loggerDict
-    told = {name: one.level for name, one in loggers.items() if isinstance(one, logging.Logger) and one.level}
-    disabled = [name for name, one in loggers.items() if isinstance(one, logging.Logger) and one.disabled]
-    return str((logging.root.level, logging.root.manager.disable, told, disabled))
+def loggers() -> str:
+    """Of loggers to which that was told: from which level on they say something, and which handlers and filters they have."""
+    told = [
+        (name, *_told(one)) for name, one in logging.root.manager.loggerDict.items() if isinstance(one, logging.Logger)
+    ]
+    return str((logging.root.manager.disable, _told(logging.root), [one for one in told if any(one[1:])]))
+
+
+def _told(logger: logging.Logger) -> tuple[Any, ...]:
+    called = [*map(id, logger.handlers), *map(id, logger.filters)]
+    return logger.level, logger.disabled, not logger.propagate, called and (len(logger.handlers), *called)
 
 
 def errors() -> str:
@@ -69,6 +74,11 @@ def errors() -> str:
 def thread() -> str:
     own = threading.current_thread()
     return str((own.name, own.ident, own.daemon))
+
+
+def threads() -> str:
+    """Which ones there are."""
+    return str([(one.name, one.ident, one.daemon) for one in threading.enumerate()])
 
 
 def culture() -> str:

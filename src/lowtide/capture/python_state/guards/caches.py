@@ -35,16 +35,24 @@ _DEPTH = 3  # from the cache through its entry to a tensor, or to a container of
 
 
 class Results:
-    """The objects that a cache holds, numbers, texts and tensors excepted. Called: whether it has not been cleared since, and
-    which of them it holds still."""
+    """The objects that a cache holds. Called: whether it has not been cleared since, and which of them it holds still, but for
+    numbers, texts and tensors."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self._misses = cache, cache.cache_info().misses
         self.then = self._results()
+        self._plain: tuple[Any, ...] = ()
 
     def __call__(self) -> tuple[Any, ...]:
-        held = {*map(id, self._held())} if self.then else ()
-        return self.cache.cache_info().misses >= self._misses, *(one for one in self.then if id(one) in held)
+        held = {*map(id, self._held())} if self.then or self._plain else ()
+        filled = self.cache.cache_info().misses >= self._misses and all(id(one) in held for one in self._plain)
+        return filled, *(one for one in self.then if id(one) in held)
+
+    def settle(self) -> None:
+        """It is to hold all that it does now, numbers and texts as well, unless it drops those by itself."""
+        size, most = self.cache.cache_info().currsize, self.cache.cache_info().maxsize
+        self._misses = self.cache.cache_info().misses
+        self._plain = tuple(self._all(PLAIN)) if most is None or size < most else ()
 
     @property
     def are_more(self) -> bool:
@@ -65,10 +73,13 @@ class Results:
         return [*gc.get_referents(self.cache), *self._table().values()]
 
     def _results(self) -> tuple[Any, ...]:
+        found = (one for one in self._all(object) if not isinstance(one, _NO_RESULT))
+        return tuple(one for one in found if type(one).__qualname__ not in ("object", "_lru_list_elem"))
+
+    def _all(self, kinds: Any) -> Iterator[Any]:
         own, table = self.cache.__dict__, self._table()
         beside = {*map(id, (own, table, *own.values(), *table))}
-        found = (one for one in self._held() if id(one) not in beside and not isinstance(one, _NO_RESULT))
-        return tuple(one for one in found if type(one).__qualname__ not in ("object", "_lru_list_elem"))
+        return (one for one in self._held() if id(one) not in beside and isinstance(one, kinds))
 
 
 def refuse_kept_for(copies: Mapping[int, Any], caches: Iterable[Results]) -> None:

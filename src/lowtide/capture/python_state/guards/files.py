@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib.machinery
 import os
 import stat
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lowtide.capture.python_state.code.installed import is_installed, is_standard
-from lowtide.capture.trace.patches import all_wrapped
+from lowtide.capture.trace.patches import all_wrapped, wrapped
 from lowtide.errors import CaptureError
 from lowtide.native import core
 
@@ -34,6 +35,10 @@ class File(NamedTuple):
     path: str
     whole: bool = True
 
+    @property
+    def text(self) -> str:
+        return f"the file {self.path}"
+
     def state(self) -> Any:
         """Changes where it is written or replaced; ``None`` where there is none."""
         try:
@@ -43,8 +48,28 @@ class File(NamedTuple):
         return (found.st_mtime_ns, found.st_size, found.st_ino) if self.whole else stat.S_IFMT(found.st_mode)
 
 
+class Search(NamedTuple):
+    """A folder in which a module was looked for."""
+
+    folder: str
+    name: str
+
+    @property
+    def text(self) -> str:
+        return f"the module {self.name} in {self.folder or '.'}"
+
+    def state(self) -> Any:
+        """Another one where one comes or goes."""
+        path = os.path.join(self.folder, self.name)
+        found = (os.path.exists(path + suffix) for suffix in importlib.machinery.all_suffixes())
+        return os.path.exists(os.path.join(path, "__init__.py")), os.path.isdir(path), *found
+
+
+Watched = File | Search
+
+
 @contextlib.contextmanager
-def opened(found: dict[File, Any]) -> Iterator[None]:
+def opened(found: dict[Watched, Any]) -> Iterator[None]:
     """Inside, files that this thread opens, asks for the size of, or whether they are there, and folders that it lists, are
     noted in ``found``, with their states. Libraries, devices, what is installed, and files that compilers leave in temporary
     folders are not: they are no data of its; nor what libraries ask for."""
@@ -55,7 +80,8 @@ def opened(found: dict[File, Any]) -> Iterator[None]:
     _watching.compiled = os.path.join(tempfile.gettempdir(), "torchinductor_")
     _watching.found = found
     try:
-        with all_wrapped([(os, name) for name in ("stat", "lstat", "access")], _noting):
+        asking = all_wrapped([(os, name) for name in ("stat", "lstat", "access")], _noting)
+        with asking, wrapped(importlib.machinery.FileFinder, "find_spec", _noting_search):
             yield
     finally:
         _watching.found = outer
@@ -94,11 +120,17 @@ def _keep(path: str, whole: bool = True) -> None:
     found = getattr(_watching, "found", None)
     if found is None or path.endswith(_CODE):
         return
+    if not _is_constant(os.path.abspath(path)):
+        _add(File(path, whole))
+
+
+def _add(one: Watched) -> None:
+    found = getattr(_watching, "found", None)
+    if found is None:
+        return
     _watching.found = None  # what is asked for here is no read
     try:
-        if not _is_constant(os.path.abspath(path)):
-            file = File(path, whole)
-            found.setdefault(file, file.state())
+        found.setdefault(one, one.state())
     finally:
         _watching.found = found
 
@@ -111,6 +143,15 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(path, *args, **kwargs)
 
     return asked
+
+
+def _noting_search(find: Callable[..., Any]) -> Callable[..., Any]:
+    def searched(finder: Any, name: str, *args: Any) -> Any:
+        if _asking_code(sys._getframe(2))[0]:
+            _add(Search(finder.path, name.rpartition(".")[2]))
+        return find(finder, name, *args)
+
+    return searched
 
 
 def _is_constant(path: str) -> bool:

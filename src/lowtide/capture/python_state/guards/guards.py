@@ -18,7 +18,7 @@ from torch import nn
 
 from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.external_effects import hooks_of
-from lowtide.capture.python_state.guards.files import File
+from lowtide.capture.python_state.guards.files import Watched
 from lowtide.capture.python_state.guards.quick import Unchanged
 from lowtide.capture.python_state.guards.reads import Contents, Met, Place, Read, Reads, identical, put_together
 from lowtide.capture.python_state.guards.standing import ComparedNumber
@@ -43,7 +43,7 @@ class Guards:
     reads: tuple[Read, ...] = ()
     contents: Contents = field(default_factory=Contents)
     hidden: tuple[tuple[nn.Module, list[Any]], ...] = ()
-    files: Mapping[File, Any] = field(default_factory=dict)
+    files: Mapping[Watched, Any] = field(default_factory=dict)
     _quick: list[Unchanged] = field(default_factory=list)
 
     @classmethod
@@ -71,6 +71,8 @@ class Guards:
             instead[owned(model, place)] = value
             contents.keep([value])
         anything = {owned(model, place) for place in (("", "forward"), *free)}
+        for results in reads.caches.values():
+            results.settle()
         # As they are now: the first is another one while a model is traced.
         kept = [Read("class", nn.Module, name, vars(nn.Module)[name], f"torch.nn.Module.{name}") for name in _CALLING]
         for read in reads.values.values():
@@ -134,7 +136,7 @@ class Guards:
                 yield f"{type(module).__name__} has other parameters, buffers, hooks or submodules", None
         for file, state in self.files.items():
             if file.state() != state:
-                yield f"the file {file.path} is another one", None
+                yield f"{file.text} is another one", None
 
     def changed(self, reads: Iterable[Read]) -> Iterator[tuple[str, Read]]:
         """Those of its ``reads`` that would find other values, and in words which."""

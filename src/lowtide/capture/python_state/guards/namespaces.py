@@ -6,19 +6,16 @@ import abc
 import enum
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from lowtide.capture.python_state.code.code_names import (
-    BY_COMPUTED_NAME,
-    OPERATORS,
-    attributes_named,
-    is_code,
-)
+from lowtide.capture.python_state.code.attribute_names import attribute_names
+from lowtide.capture.python_state.code.code_names import BY_COMPUTED_NAME, OPERATORS, is_code
 from lowtide.capture.python_state.code.installed import is_installed, is_library
 from lowtide.capture.python_state.guards.reads import Content, Reads
+from lowtide.capture.trace.patches import STANDS_FOR
 from lowtide.objects.places import current
 from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, parts_of
 
@@ -37,16 +34,18 @@ class Namespaces:
         self._reads, self._reach = reads, reach
         self._owners: dict[int, tuple[Any, str]] = {}
         self._reached: set[tuple[int, str]] = set()
-        self._computed = False  # whether code comes to attributes by names that it computes
+        self._searched: set[int] = set()  # modules of libraries that code may ask for any function of theirs
+        self._computed = self._elsewhere = False  # see ``AttributeNames``
         self._functions: dict[int, types.FunctionType] = {}  # of the user's
-        self._named: tuple[int, ...] = (0, 0, 0, False)  # how many of these were looked at
+        self._named: tuple[int, ...] = (0, 0, 0, False, False)  # how many of these were looked at
 
     def read(self, function: types.FunctionType) -> None:
         """Add the attributes that code of the user's names."""
-        names, spelled, computed = attributes_named(function)
-        self.attributes |= names
-        self._spelled |= spelled
-        self._computed |= computed
+        names = attribute_names(function)
+        self.attributes |= names.named
+        self._spelled |= names.spelled
+        self._computed |= names.computed
+        self._elsewhere |= names.elsewhere
         if not is_installed(function.__code__.co_filename):
             self._functions.setdefault(id(function), function)
 
@@ -72,37 +71,52 @@ class Namespaces:
 
     def read_named(self) -> None:
         """Of tensors, and of classes and modules that code can reach, the attributes that it names."""
-        now = len(self._owners), len(self._functions), len(self.attributes), self._computed
+        now = len(self._owners), len(self._functions), len(self.attributes), self._computed, self._elsewhere
         known, self._named = self._named, now
         if known == now:
             return
         self._read_descriptions()
-        for name in sorted(self.attributes | OPERATORS):
+        anywhere = dir(torch.Tensor) if self._elsewhere else ()
+        for name in sorted(self.attributes.union(OPERATORS, anywhere)):
             method = current("class", torch.Tensor, name)
             if method is not ABSENT or name in self._spelled:
                 self._reads.note("class", torch.Tensor, name, method, f"torch.Tensor.{name}")
         for owner, text in [*self._owners.values()]:
-            own, library = vars(owner), is_library(owner)
-            named = sorted(self.attributes & own.keys())
+            library = is_library(owner)
             if isinstance(owner, types.ModuleType):  # of a class, all is noted already
-                if library:
-                    for name in sorted(self._spelled - own.keys()):  # ``getattr(sys, "debug", 0)``
-                        self._reads.note("item", own, name, ABSENT, f"{text}.{name}")
-                anything = self.attributes & BY_COMPUTED_NAME and not library
-                if self.attributes & _WHETHER and not library:
-                    self._reads.note_names(owner, own, text)
-                for name in sorted(own) if anything else named:
-                    self._reads.note("item", own, name, own[name], f"{text}.{name}")
-            if library:  # of its other objects, which ones they are
-                named = [name for name in named if _is_told(own[name])]
-            elif self._computed:
-                named = [
-                    name for name in own if not isinstance(own[name], types.ModuleType) and not name.startswith("__")
-                ]
-            for name in named:
+                self._read_module(owner, text, library)
+            own = vars(owner)
+            for name in self._names_in(own, library):
                 if (id(owner), name) not in self._reached:
                     self._reached.add((id(owner), name))
                     self._reach(own[name], own[name], f"{text}.{name}")
+
+    def _read_module(self, owner: types.ModuleType, text: str, library: bool) -> None:
+        own = vars(owner)
+        named = {name: own[name] for name in sorted(self.attributes & own.keys())}
+        if library:
+            named |= dict.fromkeys(sorted(self._spelled - own.keys()), ABSENT)  # ``getattr(sys, "debug", 0)``
+        else:
+            if self.attributes & _WHETHER:
+                self._reads.note_names(owner, own, text)
+            if self.attributes & BY_COMPUTED_NAME:
+                named = own
+        if library and self._elsewhere and id(owner) not in self._searched:
+            self._searched.add(id(owner))
+            named |= {name: value for name, value in own.items() if _is_function(value)}  # ``getattr(F, self.name)``
+        for name, value in named.items():
+            self._reads.note("item", own, name, value, f"{text}.{name}")
+
+    def _names_in(self, own: Mapping[str, Any], library: bool) -> list[str]:
+        """Under which names there is something in a class or a module to look at."""
+        if not library and self._computed:
+            return [name for name in own if not isinstance(own[name], types.ModuleType) and not name.startswith("__")]
+        named = sorted(self.attributes & own.keys())
+        if library:  # of its other objects, which ones they are
+            named = [name for name in named if _is_told(own[name])]
+        if library and self._elsewhere:
+            named += [name for name, value in own.items() if _is_function(value) and not is_library(value)]
+        return named
 
     def _read_descriptions(self) -> None:
         """Of functions and classes, the names, texts and subclasses that code asks for."""
@@ -124,9 +138,14 @@ class Namespaces:
                 self._reach(one, one, "")
 
 
+def _is_function(value: Any) -> bool:
+    """Whether it is a function or a class, or stands for one while a model is traced."""
+    return STANDS_FOR in getattr(value, "__dict__", ()) or (is_code(value) and not isinstance(value, types.ModuleType))
+
+
 def _is_told(value: Any) -> bool:
     """Whether what code does with an object of a library is told by looking at it: a number, code, or some of these."""
     if not isinstance(value, CONTAINERS):
         return is_code(value) or isinstance(value, (*PLAIN, logging.Logger))
     parts = parts_of(value) if len(value) <= _MOST else [None]
-    return all(isinstance(one, CONTAINERS) or (is_code(one) and not isinstance(one, types.ModuleType)) for one in parts)
+    return all(isinstance(one, CONTAINERS) or _is_function(one) for one in parts)

@@ -7,9 +7,14 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import nn
+
 from lowtide.objects.walk import ABSENT, class_attribute
 
 Note = Callable[[Any, str], None]
+SAVING = frozenset({"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"})  # of a module
+_SAVERS = ("state_dict", "_save_to_state_dict")
+_LIBRARIES = (nn.Module.__module__, "functools")
 _METHODS = ("__getattribute__", "__setattr__", "__delattr__")
 
 
@@ -69,3 +74,10 @@ def _noting(notes: dict[str, Note], operation: str, method: Any) -> Any:
 
     noted._original = method  # type: ignore[attr-defined]
     return noted
+
+
+def is_for_own_ends(name: str, reader: types.FrameType) -> bool:
+    """Whether a library reads all attributes of an object to find one, or what of a module is saved to register a buffer: code
+    that calls it does not learn of others."""
+    by_library = reader.f_globals.get("__name__") in _LIBRARIES
+    return by_library and not (name in SAVING and reader.f_code.co_name in _SAVERS)

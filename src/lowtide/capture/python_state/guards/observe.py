@@ -30,7 +30,7 @@ from lowtide.capture.python_state.guards import files
 from lowtide.capture.python_state.guards.caches import Results, is_cache
 from lowtide.capture.python_state.guards.classes_shown import ClassesShown, is_shown
 from lowtide.capture.python_state.guards.namespaces import Namespaces
-from lowtide.capture.python_state.guards.noting import NotingClasses
+from lowtide.capture.python_state.guards.noting import SAVING, NotingClasses, is_for_own_ends
 from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, decided_by, is_registered, put_together
 from lowtide.capture.python_state.guards.standing import STAND_INS, Standing
 from lowtide.capture.python_state.paths import FORWARD_HOOKS
@@ -40,11 +40,9 @@ from lowtide.objects.walk import ABSENT, OWN, PLAIN, content, fields, own_attrib
 
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _PAST = frozenset({"__getattribute__", "getattr_static"})  # read past what a class says
-_SAVING = frozenset({"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"})  # of a module
-_ASKING = (nn.Module.__module__, "functools")  # who reads these for their own ends: to find one, to register a buffer
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
 _SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # but for what every module is asked for
-_INTERNAL = OWN - _SAVING  # read in every call
+_INTERNAL = OWN - SAVING  # read in every call
 _ATOMS = frozenset((*PLAIN, *STAND_INS))  # not what is derived from them, which may have attributes
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 _OPAQUE = ("torch", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")
@@ -303,7 +301,7 @@ class Observer:
         known = key in self._noted or not {key, (id(original), name)}.isdisjoint(self.written)
         if self._busy or (known and key[0] not in self._numbers.bare):
             return
-        if (name in _WHOLE or name in _SAVING) and sys._getframe(2).f_globals.get("__name__") in _ASKING:
+        if (name in _WHOLE or name in SAVING) and is_for_own_ends(name, sys._getframe(2)):
             return
         self._numbers.was_read(seen, None if name in _WHOLE else name)
         if known or original is ABSENT or threading.get_ident() != self._thread:

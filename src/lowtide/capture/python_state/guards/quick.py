@@ -17,7 +17,7 @@ from torch import nn
 
 from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.external_effects import HOOKS, hooks_of
-from lowtide.capture.python_state.guards.files import File
+from lowtide.capture.python_state.guards.files import Watched
 from lowtide.capture.python_state.guards.reads import Contents, Read, put_together
 from lowtide.native import core
 from lowtide.objects import opaque
@@ -50,7 +50,7 @@ class Unchanged:
         reads: Sequence[Read],
         contents: Contents,
         hidden: Iterable[tuple[nn.Module, list[Any]]],
-        opened: Mapping[File, Any],
+        opened: Mapping[Watched, Any],
     ) -> None:
         self._layouts = {key: _Layout(layout) for key, layout in contents.layouts.items()}
         # By function: what it gives, and for what.

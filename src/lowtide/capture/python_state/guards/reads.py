@@ -14,7 +14,7 @@ from torch import nn
 
 from lowtide.capture.python_state.guards.caches import Results
 from lowtide.capture.python_state.guards.external_effects import hooks_of
-from lowtide.capture.python_state.guards.files import File
+from lowtide.capture.python_state.guards.files import Watched
 from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.patches import STANDS_FOR
 from lowtide.errors import CaptureError
@@ -180,7 +180,7 @@ class Reads:
     values: dict[Place, Read] = field(default_factory=dict)
     contents: dict[int, Content] = field(default_factory=dict)
     hidden: dict[int, tuple[nn.Module, list[Any]]] = field(default_factory=dict)  # modules that are registered nowhere
-    files: dict[File, Any] = field(default_factory=dict)
+    files: dict[Watched, Any] = field(default_factory=dict)
     caches: dict[int, Results] = field(default_factory=dict)  # of the user's functions, by their ids
     unknown: dict[int, str] = field(default_factory=dict)  # objects that do not show what they hold, or give it away
 
