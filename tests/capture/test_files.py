@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import capture
-from lowtide.capture.python_state.guards.files import File, opened
+from lowtide.capture.python_state.guards.files import Watched, opened
 
 
 class _Reading(nn.Module):
@@ -31,7 +31,7 @@ def test_the_folder_for_temporary_files_is_looked_for_meanwhile(
     """Python holds a lock while it tries folders, and opens files in them."""
     (tmp_path / "scale").write_text("2")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    found: dict[File, object] = {}
+    found: dict[Watched, object] = {}
     with opened(found):
         monkeypatch.setattr(tempfile, "tempdir", None)
         assert tempfile.gettempdir() == str(tmp_path)

@@ -4,6 +4,7 @@ eager."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import io
 import logging
@@ -63,12 +64,19 @@ def _waiting() -> None:
     threading.Thread(target=_EVENT.wait, daemon=True).start()
 
 
-def _warned(state: Any) -> float:
-    try:
-        warnings.warn("of a test", FutureWarning, stacklevel=1)
-    except FutureWarning:
-        return 2.0
-    return 1.0
+class _OfTestWarning(Warning):
+    """Raised, as the cases begin."""
+
+
+def _warned(kind: type[Warning]) -> Callable[[Any], float]:
+    def read(state: Any) -> float:
+        try:
+            warnings.warn("of a test", kind, stacklevel=1)
+        except kind:
+            return 2.0
+        return 1.0
+
+    return read
 
 
 def _of_first(state: Any) -> float:
@@ -80,7 +88,9 @@ _CASES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "module that is there": (lambda s: 1.0 + ("lowtide_test_absent" in sys.modules), lambda: sys.modules.update({_ABSENT: types.ModuleType(_ABSENT)})),
     "list of a library": (lambda s: len(sys.path), lambda: sys.path.append("/lowtide_test")),
     "object of a library": (lambda s: 1.0 + isinstance(sys.stdout, io.StringIO), lambda: setattr(sys, "stdout", io.StringIO())),
-    "warnings that are raised": (_warned, lambda: warnings.simplefilter("error", FutureWarning)),
+    "warnings that are raised": (_warned(FutureWarning), lambda: warnings.simplefilter("error", FutureWarning)),
+    "warnings that are raised no more": (_warned(_OfTestWarning), lambda: warnings.simplefilter("ignore", _OfTestWarning)),
+    "whether the collector is enabled": (lambda s: 1.0 + gc.isenabled(), gc.disable),
     "handlers of a logger": (lambda s: 1.0 + len(_LOGGER.handlers), lambda: _LOGGER.addHandler(logging.NullHandler())),
     "filters of a logger": (lambda s: 1.0 + len(_LOGGER.filters), lambda: _LOGGER.addFilter(lambda record: True)),
     "handlers of a logger above": (lambda s: 1.0 + len(_LOGGER.parent.handlers), lambda: logging.getLogger("lowtide_test").addHandler(logging.NullHandler())),
@@ -113,7 +123,9 @@ def _as_before() -> Iterator[None]:
     F.expm1, F.ex = torch.expm1, lambda x: x * _LIST[0]  # type: ignore[attr-defined]
     with warnings.catch_warnings(), replaced(sys, "stdout", sys.stdout), replaced(math, "expm1", math.expm1):
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("error", _OfTestWarning)
         yield
+    gc.enable()
     del F.expm1, F.ex  # type: ignore[attr-defined]
     if "expm1" in vars(torch.Tensor):
         del torch.Tensor.expm1
@@ -164,3 +176,17 @@ def test_the_path_that_programs_are_looked_for_in(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", os.environ["PATH"])
     state = Reader(None, lambda s: 1.0 + (shutil.which("lowtide_test_program") is not None))
     follows(state, lambda model: monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep))
+
+
+def test_where_links_lead(tmp_path: Path) -> None:
+    names = tmp_path / "short", tmp_path / "longer"
+    for path in names:
+        path.write_text("")
+    link = tmp_path / "link"
+    link.symlink_to(names[0])
+
+    def changes(model: Any) -> None:
+        link.unlink()
+        link.symlink_to(names[1])
+
+    follows(Reader(None, lambda s: len(os.readlink(link))), changes)

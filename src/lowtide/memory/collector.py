@@ -11,14 +11,16 @@ _SELDOM = 20_000  # objects more, after which young ones are looked at
 
 @contextlib.contextmanager
 def collector_held() -> Iterator[None]:
-    """Inside, cycles are not collected; afterwards they are where they were before."""
-    collecting = gc.isenabled()
-    gc.disable()
+    """Inside, cycles are not collected; afterwards they are where they were before. The collector stays enabled: code that runs
+    inside may ask whether it is."""
+    before = gc.get_threshold()
+    held = 0, *before[1:]
+    gc.set_threshold(*held)
     try:
         yield
     finally:
-        if collecting:
-            gc.enable()
+        if before[0] and gc.get_threshold() == held:  # nobody has set others since
+            gc.set_threshold(*before)
 
 
 class CollectorSlowed:

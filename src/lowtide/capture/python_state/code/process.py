@@ -67,8 +67,10 @@ def _told(logger: logging.Logger) -> tuple[Any, ...]:
 
 
 def errors() -> str:
-    """Which warnings are raised."""
-    return str([one for one in warnings.filters if one[0] == "error"])
+    """Which warnings are raised: of the filters, of which the first that fits decides, those up to the last that says so."""
+    filters = [*warnings.filters]
+    last = max((place for place, one in enumerate(filters) if one[0] == "error"), default=-1)
+    return str(filters[: last + 1])
 
 
 def thread() -> str:

@@ -80,7 +80,7 @@ def opened(found: dict[Watched, Any]) -> Iterator[None]:
     _watching.compiled = os.path.join(tempfile.gettempdir(), "torchinductor_")
     _watching.found = found
     try:
-        asking = all_wrapped([(os, name) for name in ("stat", "lstat", "access")], _noting)
+        asking = all_wrapped([(os, name) for name in ("stat", "lstat", "access", "readlink")], _noting)
         with asking, wrapped(importlib.machinery.FileFinder, "find_spec", _noting_search):
             yield
     finally:
