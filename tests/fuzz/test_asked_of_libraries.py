@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import io
 import logging
 import math
@@ -105,6 +106,7 @@ _CASES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "name of a level": (lambda s: len(logging.getLevelName(17)), lambda: logging.addLevelName(17, "seventeen")),
     "name of a function": (lambda s: len(act.__name__), lambda: setattr(act, "__name__", "activation")),
     "documentation of a function": (lambda s: 1.0 + (act.__doc__ is None), lambda: setattr(act, "__doc__", "As it is.")),
+    "documentation of a function by another one": (lambda s: 1.0 + (inspect.getdoc(act) is None), lambda: setattr(act, "__doc__", "As it is.")),
     "annotations of a function": (lambda s: len(act.__annotations__), lambda: act.__annotations__.pop("x")),
     "name of a class": (lambda s: len(type(s).__name__), lambda: setattr(Other, "__name__", "Another")),
     "documentation of a class": (lambda s: 1.0 + (type(s).__doc__ is None), lambda: setattr(Other, "__doc__", "One.")),

@@ -38,6 +38,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
         lambda: Computes(_numbered, _ONE),
         lambda m: setattr(m, "number_2", 2.0),
     ),
+    "another name among all of the model's": (
+        lambda: Computes(lambda s, y, x: y * len([name for name in dir(s) if name.startswith("number_")]), _ONE),
+        lambda m: setattr(m, "number_2", 2.0),
+    ),
     "an attribute less among all of the model's": (
         lambda: Computes(_numbered, having(number_1=lambda: 1.0, number_2=lambda: 1.0)),
         lambda m: delattr(m, "number_2"),

@@ -72,7 +72,7 @@ def asked_by(function: Any) -> Iterator[Named]:
     name = str(getattr(function, "__name__", ""))
     answer = _FUNCTIONS.get(f"{getattr(function, '__module__', '')}.{name}")
     if answer is None and name not in _ASKED:
-        yield from asked_under({name, *_names_behind(function)})
+        yield from asked_under({name, *names_behind(function)})
         answer = _answer_of(function)
     if answer is not None:
         yield Named("answer", answer, "", f"the answer of {name}()")
@@ -81,7 +81,7 @@ def asked_by(function: Any) -> Iterator[Named]:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _names_behind(function: Any) -> frozenset[str]:
+def names_behind(function: Any) -> frozenset[str]:
     """What a function of Python's own names, and those of its module that it calls."""
     found, waiting = set[str](), [function]
     while waiting:

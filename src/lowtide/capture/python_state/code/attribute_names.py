@@ -9,9 +9,11 @@ import types
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lowtide.capture.python_state.code.asked import names_behind
 from lowtide.capture.python_state.code.code_names import ATTRIBUTE, BY_COMPUTED_NAME, LOADING, codes, names_in
 from lowtide.capture.python_state.code.installed import is_installed
 
+DESCRIBING = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})  # beside code
 _NO_LOADS = {"CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG"}
 
 
@@ -27,9 +29,10 @@ class AttributeNames(NamedTuple):
 
 
 def attribute_names(function: types.FunctionType) -> AttributeNames:
-    """Those in the code of a function of the user's."""
+    """Those in the code of a function of the user's; of one of Python's own what it says of functions and classes
+    (``inspect.getdoc``)."""
     if is_installed(function.__code__.co_filename):
-        return AttributeNames()
+        return AttributeNames(names_behind(function) & DESCRIBING)
     names = names_in(function.__code__)
     owners = _owners_of_computed(function.__code__) if names.all & BY_COMPUTED_NAME else frozenset()
     return AttributeNames(names.all, names.spelled, bool(owners), bool(owners - {"self"}))

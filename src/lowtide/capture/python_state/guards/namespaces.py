@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lowtide.capture.python_state.code.attribute_names import attribute_names
+from lowtide.capture.python_state.code.attribute_names import DESCRIBING, attribute_names
 from lowtide.capture.python_state.code.code_names import BY_COMPUTED_NAME, OPERATORS, is_code
 from lowtide.capture.python_state.code.installed import is_installed, is_library
 from lowtide.capture.python_state.guards.reads import Content, Reads
@@ -20,7 +20,6 @@ from lowtide.objects.places import current
 from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, parts_of
 
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
-_DESCRIBING = ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__")  # beside code
 _MOST = 1000  # items of a library's container that are compared
 _WHETHER = {"hasattr", "dir", *BY_COMPUTED_NAME}  # ask for attributes that may not be there
 
@@ -121,7 +120,7 @@ class Namespaces:
     def _read_descriptions(self) -> None:
         """Of functions and classes, the names, texts and subclasses that code asks for."""
         kinds = [(owner, text) for owner, text in self._owners.values() if isinstance(owner, type)]
-        for name in self.attributes.intersection(_DESCRIBING):
+        for name in sorted(self.attributes & DESCRIBING):
             for function in self._functions.values():
                 value = getattr(function, name)
                 self._reads.note("made of", function, name, value, f"{function.__qualname__}.{name}")

@@ -13,7 +13,7 @@ from lowtide.objects.walk import ABSENT, class_attribute
 
 Note = Callable[[Any, str], None]
 SAVING = frozenset({"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"})  # of a module
-_SAVERS = ("state_dict", "_save_to_state_dict")
+_TELLING = ("state_dict", "_save_to_state_dict", "__dir__")  # methods of modules whose results are what they read
 _LIBRARIES = (nn.Module.__module__, "functools")
 _METHODS = ("__getattribute__", "__setattr__", "__delattr__")
 
@@ -76,8 +76,7 @@ def _noting(notes: dict[str, Note], operation: str, method: Any) -> Any:
     return noted
 
 
-def is_for_own_ends(name: str, reader: types.FrameType) -> bool:
+def is_for_own_ends(reader: types.FrameType) -> bool:
     """Whether a library reads all attributes of an object to find one, or what of a module is saved to register a buffer: code
     that calls it does not learn of others."""
-    by_library = reader.f_globals.get("__name__") in _LIBRARIES
-    return by_library and not (name in SAVING and reader.f_code.co_name in _SAVERS)
+    return reader.f_globals.get("__name__") in _LIBRARIES and reader.f_code.co_name not in _TELLING

@@ -301,7 +301,7 @@ class Observer:
         known = key in self._noted or not {key, (id(original), name)}.isdisjoint(self.written)
         if self._busy or (known and key[0] not in self._numbers.bare):
             return
-        if (name in _WHOLE or name in SAVING) and is_for_own_ends(name, sys._getframe(2)):
+        if (name in _WHOLE or name in SAVING) and is_for_own_ends(sys._getframe(2)):
             return
         self._numbers.was_read(seen, None if name in _WHOLE else name)
         if known or original is ABSENT or threading.get_ident() != self._thread:
