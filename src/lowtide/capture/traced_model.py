@@ -260,8 +260,7 @@ class TracedModel:
         own_of = lambda value: own.get(id(value), observer.originals.get(id(value), ABSENT))  # noqa: E731
         settings, unknown = attribute_effects.settings(model, before, changes, written, own_of)
         rewired = hooks != hooks_in(model)
-        if rewired:
-            settings = ()  # a flag says that there are hooks now, but in the model itself there are none
+        settings = () if rewired else settings  # a flag says so, but there are no other hooks in the model itself
         assigned = attribute_effects.written(model, before, self.assigned)
         flat, result = structure.flatten_distinct((result, assigned, writes.values))
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
@@ -279,17 +278,14 @@ class TracedModel:
         buffers = registered(model, left, known, declared)
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
-        unlinked = unreached(tensors, flat, self.call.state.parameters)
-        rest = buffers, specs, unlinked, rewired, writes.made
+        rest = buffers, specs, unreached(tensors, flat, self.call.state.parameters), rewired, writes.made
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
         self.after_run()
         standing.until_ended()
         self._backward.callback(reached.forget_arguments)
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching(backward=True))
-        if (
-            self.numbers.every or self.recorder.numbers
-        ):  # every call in the backward pass would come to the mode, ours too
+        if self.numbers.every or self.recorder.numbers:  # all calls in the backward pass come to the mode, ours too
             self._backward.enter_context(TakingNumbers())
         return outputs
 

@@ -24,7 +24,7 @@ from lowtide.cost.room import measured_within
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import CaptureError, ExecutionError, NoGradientError
 from lowtide.lower import Lowered
-from lowtide.objects import structure
+from lowtide.objects import structure, ways
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.targets import UnexpectedValueError
@@ -128,7 +128,7 @@ class Planned(Programs):
             return self._run_as_it_is(args, kwargs)
         changing = self.values.standing(tree.leaves[0])
         if changing:
-            tree = structure.Nested(tree.spec, (structure.with_values(tree.leaves[0], changing), *tree.leaves[1:]))
+            tree = structure.Nested(tree.spec, (ways.with_values(tree.leaves[0], changing), *tree.leaves[1:]))
         result = self._run(Sample(args, kwargs, changing), inputs, state, tree)
         if result is not UNPLANNED:
             return result

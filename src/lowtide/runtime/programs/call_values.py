@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from lowtide.capture import Captured
-from lowtide.objects import structure
+from lowtide.objects import ways
 from lowtide.objects.structure import Changing, Way
 from lowtide.program.scalars import NUMBERS
 from lowtide.runtime.programs.entry import Sample
@@ -38,7 +38,7 @@ class CallValues:
 
     def standing(self, arguments: Any) -> dict[Way, Changing]:
         """What stands for those of a call with this structure of arguments that are other ones in other calls."""
-        found = [one for one in structure.values_in(arguments) if type(one[1]) in self._kinds]
+        found = [one for one in ways.values_in(arguments) if type(one[1]) in self._kinds]
         if not found:
             return {}
         for way, value in found:
@@ -62,11 +62,11 @@ class CallValues:
         """Have those belong to signatures again with which the program of this call does more than what is known."""
         known = {name for kind, owner, name in captured.contract.conditions.compared() if owner == id(self.values)}
         for way in sample.changing.keys() - known:
-            self._fixed.add(structure.alike(way))
+            self._fixed.add(ways.alike(way))
             self.values.pop(way, None)
 
 
 def _told(way: Way, value: Any) -> tuple[type, Any, Way]:
     """What tells a value from others, and what its way has in common with those to others."""
     long = isinstance(value, (str, bytes)) and len(value) > _LONG
-    return type(value), (hash(value),) if long else value, structure.alike(way)
+    return type(value), (hash(value),) if long else value, ways.alike(way)

@@ -25,7 +25,7 @@ from lowtide.errors import ExecutionError
 from lowtide.ir import Schedule, simulate
 from lowtide.lower import Lowered
 from lowtide.memory.arena import Arena
-from lowtide.objects import structure
+from lowtide.objects import structure, ways
 from lowtide.objects.keys import fingerprint, tensor_keys
 from lowtide.objects.structure import Changing, Way
 from lowtide.planning import Plan
@@ -80,7 +80,7 @@ def describe(inputs: Sequence[torch.Tensor], states: int) -> str:
 
 
 class Sample(NamedTuple):
-    """A call as it was given, and what stands for values in it that are other ones in every call (``structure.values_in``)."""
+    """A call as it was given, and what stands for values in it that are other ones in every call (``objects.ways``)."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -91,7 +91,7 @@ class Sample(NamedTuple):
         if not self.changing:
             return self.args, self.kwargs
         tensors, arguments = structure.flatten((tuple(self.args), dict(self.kwargs)))
-        args, kwargs = structure.unflatten(structure.with_values(arguments, self.changing), tensors)
+        args, kwargs = structure.unflatten(ways.with_values(arguments, self.changing), tensors)
         return args, kwargs
 
 

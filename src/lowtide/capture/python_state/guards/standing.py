@@ -16,8 +16,8 @@ from lowtide.capture.python_state.guards.reads import Place, Read, identical
 from lowtide.capture.python_state.guards.texts import TEXT_STAND_INS, named_in
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.objects.places import current
-from lowtide.objects.structure import alike
 from lowtide.objects.walk import ABSENT, content, reachable
+from lowtide.objects.ways import alike
 from lowtide.program.scalars import CHANGING, Operation, Operations, Taken, can_be_input, result_of
 
 STAND_INS = (StandIn, LateStandIn, *TEXT_STAND_INS)
