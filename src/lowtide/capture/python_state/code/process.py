@@ -55,15 +55,13 @@ def decimals() -> str:
 
 def loggers() -> str:
     """Of loggers to which that was told: from which level on they say something, and which handlers and filters they have."""
+    manager, kind = logging.root.manager, logging.Logger
     told = [
-        (name, *_told(one)) for name, one in logging.root.manager.loggerDict.items() if isinstance(one, logging.Logger)
+        (one.name, one.level, one.disabled, one.propagate, [*map(id, one.handlers)], [*map(id, one.filters)])
+        for one in (logging.root, *manager.loggerDict.values())
+        if isinstance(one, kind) and (one.level or one.handlers or one.filters or one.disabled or not one.propagate)
     ]
-    return str((logging.root.manager.disable, _told(logging.root), [one for one in told if any(one[1:])]))
-
-
-def _told(logger: logging.Logger) -> tuple[Any, ...]:
-    called = [*map(id, logger.handlers), *map(id, logger.filters)]
-    return logger.level, logger.disabled, not logger.propagate, called and (len(logger.handlers), *called)
+    return str((manager.disable, told))
 
 
 def errors() -> str:
