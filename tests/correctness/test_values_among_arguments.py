@@ -17,7 +17,6 @@ from torch import nn
 import lowtide
 
 STEPS = 8
-_SEEN: dict[str, int] = {}
 
 
 class _Pair(NamedTuple):
@@ -110,6 +109,13 @@ def test_one_plan_for_all_values(case: str, caplog: pytest.LogCaptureFixture) ->
         planned(torch.ones(3, 4), given(STEPS))
 
 
+def _tried(y: torch.Tensor, given: dict[str, Any]) -> Any:
+    try:
+        return getattr(y, given["name"])()
+    except TypeError:
+        return y
+
+
 def _counts(y: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     given["calls"] = given["calls"] + 1
     return y * given["calls"]
@@ -137,7 +143,7 @@ LOOKED_AT: dict[str, tuple[Callable[[int], Any], Callable[[torch.Tensor, Any], A
     "a part of a text": (lambda s: {"name": f"{s}"}, lambda y, o: (y, f"of {o['name']}")),
     "joined texts": (lambda s: {"names": [f"{s}", "b"]}, lambda y, o: (y, "+".join(o["names"]))),
     "an attribute by name": (lambda s: {"name": ("sin", "cos")[s % 2]}, lambda y, o: getattr(y, o["name"])()),
-    "kept elsewhere": (lambda s: {"name": f"{s}"}, lambda y, o: (y, _SEEN.setdefault("k", 0))),
+    "tried": (lambda s: {"name": ("sin", "cos")[s % 2]}, _tried),
     "a size": (lambda s: {"rows": 1 + s % 3}, lambda y, o: y[: o["rows"]]),
     "lengths": (lambda s: {"lengths": [1 + s % 3, 2, 3]}, lambda y, o: torch.cat([y[:n] for n in o["lengths"]])),
     "a converted text": (lambda s: {"name": f"{s}" if s % 3 else "none"}, _caught),

@@ -229,6 +229,25 @@ def asks_for_types(code: types.CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 14)
+def catches_type_errors(code: types.CodeType) -> bool:
+    """Whether code goes on where a function says that it was given something of another type."""
+    parts = [[*dis.get_instructions(part)] for part in codes(code)]
+    if any("suppress" in part.co_names for part in codes(code)):
+        return True
+    return any(
+        (item.opname == "PUSH_EXC_INFO" and part[place + 1].opname == "POP_TOP")  # whatever it is
+        or (item.opname == "CHECK_EXC_MATCH" and any(map(_may_be_type_error, part[max(place - 8, 0) : place])))
+        for part in parts
+        for place, item in enumerate(part)
+    )
+
+
+def _may_be_type_error(loaded: dis.Instruction) -> bool:
+    kind = getattr(builtins, str(loaded.argval), None) if loaded.opname in _GLOBAL else None
+    return isinstance(kind, type) and issubclass(TypeError, kind) and kind is not object
+
+
+@functools.lru_cache(maxsize=1 << 14)
 def reads_classes(code: types.CodeType) -> bool:
     """Whether code reads ``__class__`` of anything but ``self``."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part) if item.opname != "CACHE"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lowtide.capture.python_state.code.code_names import asks_for_types
+from lowtide.capture.python_state.code.code_names import asks_for_types, catches_type_errors
 from lowtide.capture.python_state.guards.compared import Comparisons, LateStandIn, StandIn
 from lowtide.capture.python_state.guards.counters import assign
 from lowtide.capture.python_state.guards.reads import Place, Read, identical
@@ -161,10 +161,15 @@ class Standing:
             holder.put(late=True)
 
     def met(self, function: types.FunctionType) -> None:
-        """The run may call it, which may tell stand-ins from numbers; NumPy's functions ask them for more first."""
+        """The run may call it, which may tell stand-ins from numbers, or go on where a text is none to a function of C's.
+        NumPy's functions ask them for more first."""
         every = () if str(function.__module__).startswith("numpy.") else self.numbers.every
         if every and asks_for_types(function.__code__):
             for _, comparisons in every:
+                comparisons.used_otherwise = True
+        texts = [comparisons for _, comparisons in every if comparisons.kind not in CHANGING]
+        if texts and catches_type_errors(function.__code__):
+            for comparisons in texts:
                 comparisons.used_otherwise = True
 
 
