@@ -7,7 +7,10 @@ import operator
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from lowtide.capture.python_state.code.code_names import asks_for_types, catches_type_errors
 from lowtide.capture.python_state.guards.compared import Comparisons, LateStandIn, StandIn
@@ -20,6 +23,7 @@ from lowtide.objects.walk import ABSENT, content, reachable
 from lowtide.objects.ways import alike
 from lowtide.program.scalars import CHANGING, Operation, Operations, Taken, can_be_input, result_of
 
+_PYTORCH = str(Path(torch.__file__).parent)
 STAND_INS = (StandIn, LateStandIn, *TEXT_STAND_INS)
 
 
@@ -162,8 +166,9 @@ class Standing:
 
     def met(self, function: types.FunctionType) -> None:
         """The run may call it, which may tell stand-ins from numbers, or go on where a text is none to a function of C's.
-        NumPy's functions ask them for more first."""
-        every = () if str(function.__module__).startswith("numpy.") else self.numbers.every
+        NumPy's functions ask them for more first, and wrappers of PyTorch's (``torch.compiler.disable``) ask others."""
+        apart = str(function.__module__).startswith("numpy.") or function.__code__.co_filename.startswith(_PYTORCH)
+        every = () if apart else self.numbers.every
         if every and asks_for_types(function.__code__):
             for _, comparisons in every:
                 comparisons.used_otherwise = True
