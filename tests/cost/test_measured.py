@@ -213,18 +213,23 @@ def test_what_another_thread_allocates_once_is_not_in_the_peak(spikes: tuple[int
 
 
 def test_garbage_is_not_collected_while_operators_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+    collections: list[int] = []
+    calls: list[int] = []
+
+    def collected(phase: str, _: Any) -> None:
+        collections.append(len(calls))
 
     def measure_operator(*args: Any) -> Any:
-        seen.append(gc.isenabled())
+        gc.callbacks.append(collected)
+        calls.append(len([[] for _ in range(10 * before[0])]))  # that would be looked at many times
+        gc.callbacks.remove(collected)
         return original(*args)
 
-    original = measured.measure_operator
+    original, before = measured.measure_operator, gc.get_threshold()
     monkeypatch.setattr(measured, "measure_operator", measure_operator)
     _costs(("y", aten.relu.default, ("x",)), x=torch.empty(50))
-    assert seen
-    assert not any(seen)
-    assert gc.isenabled()
+    assert calls and not collections
+    assert gc.isenabled() and gc.get_threshold() == before
 
 
 def test_no_operator_leaves_its_tensors_to_the_next() -> None:
