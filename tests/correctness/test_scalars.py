@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import random
@@ -17,6 +16,7 @@ from torch import nn
 
 import lowtide
 from tests.fuzz.changed import Computes, Reversed, Thing, having, numbered_steps, rows
+from tests.support.beside import plain_and_planned
 
 STEPS = 12
 Compute = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -281,10 +281,7 @@ class _Augmented(nn.Module):
 
 
 def test_drawn_numbers_that_are_computed_with(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    plain = _Augmented()
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    plain, planned = plain_and_planned(_Augmented)
     caplog.set_level(logging.INFO, "lowtide")
     for step in range(STEPS):
         states: list[Any] = []
@@ -309,10 +306,7 @@ def test_calls_that_wait_keep_their_numbers() -> None:
             y = torch.tanh(self.linear(x)) * self.beta
             return y.exp() * self.beta, y.square()
 
-    torch.manual_seed(0)
-    plain = Two(lambda self, y, x: y, having(beta=lambda: 0.5))
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    plain, planned = plain_and_planned(lambda: Two(lambda self, y, x: y, having(beta=lambda: 0.5)))
     for step in range(8):
         for model in (plain, planned):
             model.zero_grad()
@@ -345,10 +339,7 @@ class _Weighted(nn.Module):
 
 @pytest.mark.parametrize("sizes", [1, 2])
 def test_numbers_among_arguments(sizes: int, caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    plain = _Weighted()
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy", dynamic=False)
+    plain, planned = plain_and_planned(_Weighted, dynamic=False)
     caplog.set_level(logging.INFO, "lowtide")
     for step in range(STEPS):
         losses = []
@@ -377,10 +368,7 @@ class _NowAndThen(nn.Module):
 
 
 def test_numbers_that_some_calls_do_not_read(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    plain = _NowAndThen()
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy", dynamic=False)
+    plain, planned = plain_and_planned(_NowAndThen, dynamic=False)
     with caplog.at_level(logging.INFO, logger="lowtide"):
         for step in range(STEPS):
             for model in (plain, planned):
@@ -403,10 +391,7 @@ class _AsksForTypes(nn.Module):
 
 
 def test_an_argument_whose_class_is_asked_for() -> None:
-    torch.manual_seed(0)
-    plain = _AsksForTypes()
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    plain, planned = plain_and_planned(_AsksForTypes)
     for step in range(5):
         expected, found = (model(rows(), 0.1 * step) for model in (plain, planned))
         assert torch.equal(expected, found)
@@ -430,10 +415,7 @@ class _Wrapped(nn.Module):
 
 
 def test_a_function_within_a_wrapper_of_pytorch(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    plain = _Wrapped()
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    plain, planned = plain_and_planned(_Wrapped)
     caplog.set_level(logging.INFO, "lowtide")
     for step in range(6):
         expected, found = (model(rows(), 0.1 * step) for model in (plain, planned))
@@ -452,10 +434,7 @@ def test_arguments_that_wait_keep_their_numbers() -> None:
             y = torch.tanh(self.linear(x)) * weight
             return (y.exp() if step % 2 else y.sin()) * weight, y.square()
 
-    torch.manual_seed(0)
-    plain = Two()
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    plain, planned = plain_and_planned(Two)
     for step in range(8):
         for model in (plain, planned):
             model.zero_grad()
@@ -467,10 +446,7 @@ def test_arguments_that_wait_keep_their_numbers() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**30, True, None, 2])
 def test_other_values_in_the_place_of_a_number(value: Any) -> None:
-    torch.manual_seed(0)
-    plain = _Weighted()
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy", dynamic=False)
+    plain, planned = plain_and_planned(_Weighted, dynamic=False)
     for weight in (0.5, 0.6, 0.7, value, 0.8):
         found = []
         for model in (plain, planned):
@@ -498,10 +474,7 @@ class _Lengths(nn.Module):
 
 
 def test_a_family_of_lengths_for_all_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    plain = _Lengths()
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    plain, planned = plain_and_planned(_Lengths)
     caplog.set_level(logging.INFO, "lowtide")
     lengths = [3, 4, 5, 7, 9, 3, 12, 6, 8, 4, 11, 10, 13, 14]
     for step, length in enumerate(lengths):
@@ -540,10 +513,7 @@ class _Mixed(nn.Module):
 @pytest.mark.parametrize("rounded", [False, True])
 def test_a_count_beside_drawn_numbers(rounded: bool) -> None:
     """What makes the drawn numbers constants leaves the count as it is."""
-    torch.manual_seed(0)
-    plain = _Mixed(rounded)
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    plain, planned = plain_and_planned(lambda: _Mixed(rounded))
     for step in range(4):
         for model in (plain, planned):
             np.random.seed(step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from typing import Any
@@ -15,6 +14,7 @@ import lowtide
 from lowtide.api import runtime_of
 from lowtide.capture import capture
 from lowtide.capture.family import SymbolicFamily, capture_family
+from tests.support.beside import plain_and_planned
 from tests.support.networks import Residual, WithLoss, perceptron
 from tests.support.records import assert_same_records, run_training, scalar_loss, training_step
 from tests.support.training import copy_inputs, make
@@ -401,10 +401,7 @@ class _Boxes(nn.Module):
 
 
 def test_a_call_with_a_length_of_one_leaves_the_others_a_family(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    plain = _Boxes()
-    planned = copy.deepcopy(plain)
-    lowtide.rematerialize(planned, budget="100%", planner="greedy")
+    plain, planned = plain_and_planned(_Boxes)
     caplog.set_level(logging.INFO, "lowtide")
     for lengths in ((2, 3), (4, 2), (1, 5), (3, 4), (5, 3), (2, 5), (6, 2), (4, 7)):
         given = [torch.randn(length, 8) for length in lengths]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -12,6 +13,18 @@ from torch import nn
 import lowtide
 from tests.support.records import equal
 from tests.support.training import make
+
+T = TypeVar("T", bound=nn.Module)
+
+
+def plain_and_planned(build: Callable[[], T], **options: Any) -> tuple[T, T]:
+    """A model, and a copy of it that is rematerialized, with ``options``: by default within what it takes, so that nothing is
+    infeasible, and by the quickest planner."""
+    torch.manual_seed(0)
+    plain = build()
+    planned = copy.deepcopy(plain)
+    lowtide.rematerialize(planned, **{"budget": "100%", "planner": "greedy", **options})
+    return plain, planned
 
 
 def assert_as_eager(

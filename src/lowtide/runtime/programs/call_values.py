@@ -10,7 +10,7 @@ name in the items of a list.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
@@ -30,29 +30,23 @@ class CallValues:
         # Integers among the arguments of Dynamo's graphs are sizes.
         self._kinds = frozenset((float,) if isinstance(model, fx.GraphModule) else (*NUMBERS, str, bytes))
         self.values: dict[Way, Any] = {}
-        self._first: dict[
-            Way, tuple[type, Any, Way]
-        ] = {}  # what there was first, and what that has in common with others
-        self._changing: set[Way] = set()
-        self._fixed: set[Way] = set()
+        self._first: dict[Way, _First] = {}
+        self._changing: set[Way] = set()  # what ways have in common to those that change
+        self._fixed: set[Way] = set()  # and to those among these that belong to signatures again
 
     def standing(self, arguments: Any) -> dict[Way, Changing]:
         """What stands for those of a call with this structure of arguments that are other ones in other calls."""
         found = [one for one in ways.values_in(arguments) if type(one[1]) in self._kinds]
-        if not found:
-            return {}
         for way, value in found:
-            kind, first, group = self._first.get(way) or self._first.setdefault(way, _told(way, value))
-            if kind is type(value) and first != value and first != _told(way, value)[1]:
-                self._changing.add(group)
-        changing = self._changing - self._fixed
-        return (
-            {way: self._stand_in(way, value) for way, value in found if self._changes(way, value)} if changing else {}
-        )
+            first = self._first.get(way) or self._first.setdefault(way, _First.of(way, value))
+            if first.group not in self._changing and first.is_of_kind(value) and first.told != _told(value):
+                self._changing.add(first.group)
+        standing = (one for one in found if self._changes(*one)) if self._changing else ()
+        return {way: self._stand_in(way, value) for way, value in standing}
 
     def _changes(self, way: Way, value: Any) -> bool:
-        kind, _, group = self._first[way]
-        return group in self._changing and group not in self._fixed and kind is type(value)
+        first = self._first[way]
+        return first.group in self._changing and first.group not in self._fixed and first.is_of_kind(value)
 
     def _stand_in(self, way: Way, value: Any) -> Changing:
         self.values[way] = value
@@ -66,7 +60,21 @@ class CallValues:
             self.values.pop(way, None)
 
 
-def _told(way: Way, value: Any) -> tuple[type, Any, Way]:
-    """What tells a value from others, and what its way has in common with those to others."""
-    long = isinstance(value, (str, bytes)) and len(value) > _LONG
-    return type(value), (hash(value),) if long else value, ways.alike(way)
+class _First(NamedTuple):
+    """What there was first: of which ``kind``, what told it from others, and what its way has in common with other ways."""
+
+    kind: type
+    told: Any
+    group: Way
+
+    @staticmethod
+    def of(way: Way, value: Any) -> _First:
+        return _First(type(value), _told(value), ways.alike(way))
+
+    def is_of_kind(self, value: Any) -> bool:
+        return type(value) is self.kind
+
+
+def _told(value: Any) -> Any:
+    """What tells a value from others of its kind."""
+    return hash(value) if isinstance(value, (str, bytes)) and len(value) > _LONG else value

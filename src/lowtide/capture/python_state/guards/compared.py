@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from lowtide.capture.python_state.guards.reads import Read
-from lowtide.capture.python_state.guards.texts import TEXT_STAND_INS
+from lowtide.capture.python_state.guards.texts import text_stand_in
 from lowtide.objects.places import current
 from lowtide.program.scalars import CHANGING, NUMBERS, Operation, Operations, Source, Taken, can_be_input, result_of
 
@@ -82,7 +82,7 @@ class Comparisons:
 
     def stand_in(self, value: Any, operations: Operations = ()) -> Any:
         """For ``value``, which the number has become by these operations."""
-        kind = StandIn if self.kind in CHANGING else TEXT_STAND_INS[self.place % len(TEXT_STAND_INS)]
+        kind = StandIn if self.kind in CHANGING else text_stand_in(self.place)
         made = kind(value, self, operations or self.begin)
         self._stand_ins.append(weakref.ref(made))
         return made

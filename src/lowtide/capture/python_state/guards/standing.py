@@ -16,7 +16,7 @@ from lowtide.capture.python_state.code.code_names import asks_for_types, catches
 from lowtide.capture.python_state.guards.compared import Comparisons, LateStandIn, StandIn
 from lowtide.capture.python_state.guards.counters import assign
 from lowtide.capture.python_state.guards.reads import Place, Read, identical
-from lowtide.capture.python_state.guards.texts import TEXT_STAND_INS, named_in
+from lowtide.capture.python_state.guards.texts import TEXT_STAND_INS, named_in, text_stand_in
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.objects.places import current
 from lowtide.objects.walk import ABSENT, content, reachable
@@ -82,9 +82,7 @@ class Numbers:
         """Places of the texts that an error may have come of."""
         texts = [one for one in self.every if one.comparisons.kind not in CHANGING and one.read.kind == "argument"]
         kinds = named_in(error)
-        found = {
-            one.read.place for one in texts if TEXT_STAND_INS[one.comparisons.place % len(TEXT_STAND_INS)] in kinds
-        }
+        found = {one.read.place for one in texts if text_stand_in(one.comparisons.place) in kinds}
         return found or {one.read.place for one in texts}
 
     def _add(self, read: Read, value: Any) -> Comparisons:

@@ -41,6 +41,11 @@ for _name in {*dir(str), *dir(bytes), "__bool__", "__int__", "__float__", "__ind
 TEXT_STAND_INS = tuple(type(f"TextStandIn{number:02}", (TextStandIn,), {}) for number in range(_KINDS))
 
 
+def text_stand_in(place: int) -> type[TextStandIn]:
+    """The class for the text at this place among others."""
+    return TEXT_STAND_INS[place % len(TEXT_STAND_INS)]
+
+
 def named_in(error: BaseException | None) -> frozenset[type]:
     """The kinds of text that an error, or one that led to it, is about."""
     found: set[type] = set()
