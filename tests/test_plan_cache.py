@@ -237,3 +237,12 @@ def test_a_second_process_finds_the_plan(capsys: pytest.CaptureFixture[str]) -> 
     assert second[1:] == [str(first.peak_bytes), str(first.time_ns)]
     assert main(["env"]) == 0
     assert "plan cache" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_cache")
+def test_what_is_planned_at_once_is_not_kept(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(64, 8)
+    for planner, kept in (("auto{effort=0}", 0), ("auto{effort=1}", 1)):
+        plans = [lowtide.plan(model, (x,), budget="100%", planner=planner) for _ in range(2)]
+        assert [plan.cached for plan in plans] == [False, bool(kept)]
+        assert len([*tmp_path.glob("plans/*.json")]) == kept

@@ -281,9 +281,10 @@ def _found(settings: Settings, request: PlanRequest, on_progress: Progress | Non
 
 
 def _searched(request: PlanRequest, on_progress: Progress | None = None) -> Plan:
-    """The planner's answer, or what it was before."""
+    """The planner's answer, or what it was before; a quick one for few operators takes no longer than to look for it."""
     make = functools.partial(request.make, on_progress or report)
-    return PlanCache().get_or_make(request, make) if enabled() else make()
+    quick = request.planner == FIRST_PLANNER and len(request.graph.ops) <= _FEW_OPS
+    return PlanCache().get_or_make(request, make) if enabled() and not quick else make()
 
 
 def _first_plan(request: PlanRequest) -> Plan | None:

@@ -24,6 +24,7 @@ from lowtide.runtime.programs.programs import Programs
 from lowtide.sharing import Constraint, Footprint
 from lowtide.sharing.assignment import Assignment
 from lowtide.sharing.upgrades import upgraded
+from tests.support.beside import plain_and_planned
 
 WIDTH, LENGTH, BATCH = 64, 64, 8
 
@@ -271,6 +272,46 @@ def test_a_program_that_changes_in_every_call_is_soon_none(caplog: pytest.LogCap
     assert caplog.text.count("its program is another one in every call") == 2 + 6
     assert len(lowtide.plans(model)) == 2
     assert len(peaks) >= 4 and peaks[-1] <= 1, peaks
+
+
+class _Sorted(nn.Module):
+    """Hands each expert of a list another number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(_FeedForward() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.first(x.flatten(0, -2))
+        end = int((tokens.detach().sum() * 0).item())
+        results = []
+        for number, expert in enumerate(self.experts):
+            begin, end = end, end + 8 + number
+            results.append(expert(tokens[begin:end]))
+        return torch.cat(results).square().mean()
+
+
+def test_two_experts_of_a_list_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Costs of the others, at other sizes, follow from these."""
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(tmp_path))
+    rows: set[int] = set()
+    original = measured.measure_operator
+
+    def noted(program: Any, op: int, device: torch.device) -> Any:
+        shapes = (program.metas[value].shape for value in program.graph.ops[op].outputs)
+        rows.update(shape[0] for shape in shapes if len(shape) == 2 and 1 < shape[0] < WIDTH)
+        return original(program, op, device)
+
+    monkeypatch.setattr(measured, "measure_operator", noted)
+    plain, model = plain_and_planned(_Sorted, planning="background", planner="auto{effort=1}")
+    x = _inputs()
+    for seed in range(3):
+        _, expected, after = _step(plain, x, seed)
+        _, loss, ours = _step(model, x, seed)
+        assert torch.equal(loss, expected) and ours == after and _same(model, plain)
+    assert rows == {8, 9}
+    assert len(lowtide.plans(model)) == 5
 
 
 class _Alternating(nn.Module):

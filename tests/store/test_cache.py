@@ -199,3 +199,14 @@ def test_entries_are_json_with_a_format(tmp_path: Path) -> None:
     cache.put("a", ROW)
     data = json.loads(cache.path("a").read_text())
     assert (data["format"], data["entry"]) == (FORMAT, {"name": "row", "sizes": [1, 2, 3], "seconds": 0.5})
+
+
+def test_entries_go_once_there_are_an_eighth_too_many(tmp_path: Path) -> None:
+    cache = _cache(tmp_path, most=16)
+    counts = []
+    for number in range(22):
+        cache.put(f"{number:02}", ROW)
+        os.utime(cache.path(f"{number:02}"), (number, number))
+        counts.append(len(list(tmp_path.iterdir())))
+    assert counts[:19] == [*range(1, 19), 16] and max(counts) == 18
+    assert cache.get("21", decode) == ROW and cache.get("00", decode) is None

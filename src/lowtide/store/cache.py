@@ -16,7 +16,7 @@ import msgspec
 import platformdirs
 
 from lowtide.errors import LowtideError
-from lowtide.store.files import by_last_use, mark_used, read_regular, sweep, write_atomically
+from lowtide.store.files import LEFTOVER_SUFFIXES, by_last_use, mark_used, read_regular, sweep, write_atomically
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 28  # of an entry
@@ -42,9 +42,9 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Entries of one ``format`` in one folder; of more than ``most_entries`` those used least recently go. Any number
-    of processes may share the folder: a file is replaced in one step. No method raises for what the disk does or holds:
-    what cannot be read is not there, what cannot be written is not kept, and the log says so."""
+    """Entries of one ``format`` in one folder; where they have become an eighth more than ``most_entries``, those used least
+    recently go. Any number of processes may share the folder: a file is replaced in one step. No method raises for what the
+    disk does or holds: what cannot be read is not there, what cannot be written is not kept, and the log says so."""
 
     folder: Path
     format: str
@@ -82,13 +82,20 @@ class Cache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path(key), msgspec.json.encode(envelope))
-            for path in by_last_use(self.folder.glob("*.json"))[self.most_entries :]:
-                path.unlink(missing_ok=True)
-            sweep(self.folder)
+            self._tidy()
         except (OSError, LowtideError) as error:
             _LOG.warning("%s entries cannot be kept in %s: %s", self.format, self.folder, error)
             return False
         return True
+
+    def _tidy(self) -> None:
+        """Remove entries where there are too many, and what processes that were killed have left. Raises ``OSError``."""
+        names = os.listdir(self.folder)  # of which few are looked at: this comes after every entry
+        entries = [name for name in names if name.endswith(".json")]
+        if len(entries) > self.most_entries + self.most_entries // 8:
+            for path in by_last_use(map(self.folder.joinpath, entries))[self.most_entries :]:
+                path.unlink(missing_ok=True)
+        sweep(self.folder / name for name in names if name.endswith(LEFTOVER_SUFFIXES))
 
     def get_or_make(
         self,

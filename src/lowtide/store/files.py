@@ -62,9 +62,9 @@ def mark_used(path: Path) -> None:
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
-def sweep(folder: Path) -> None:
-    """Remove what processes that were killed have left in ``folder``: half-written files and locks. Raises ``OSError``."""
-    for path in folder.iterdir():
+def sweep(leftovers: Iterable[Path]) -> None:
+    """Remove those of the half-written files and locks that are too old to be anybody's: a process was killed."""
+    for path in leftovers:
         with contextlib.suppress(OSError):
-            if path.suffix in LEFTOVER_SUFFIXES and time.time() - path.lstat().st_mtime > LEFTOVER_SECONDS:
+            if time.time() - path.lstat().st_mtime > LEFTOVER_SECONDS:
                 path.unlink()

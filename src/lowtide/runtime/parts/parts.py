@@ -43,7 +43,7 @@ from lowtide.runtime.parts.sharing_forward import SharingForward, device_of
 from lowtide.runtime.parts.step_record import StepRecord
 from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, saves_otherwise, tried_in
 from lowtide.runtime.programs.entry import Entry, Sample, Signature
-from lowtide.runtime.programs.kin import FamilyCall, Kin
+from lowtide.runtime.programs.kin import Alike, FamilyCall, Kin, Kins
 from lowtide.runtime.programs.unusual import UnusualCallError
 from lowtide.settings import Settings
 from lowtide.sharing import Constraint, Member
@@ -63,6 +63,7 @@ class Part(SharingForward):
         self.name = name
         parent, _, last = name.rpartition(".")
         self._list = parent if last.isdigit() else None
+        self._kins = Kins(self._kins.dynamic, parts.alike_in.setdefault(self.kind, {}) if self.kind else None)
         self.outside: str | None = None
         self.runs_again = False
         self.keeps_nothing = False  # that could be freed, nor do its submodules
@@ -207,6 +208,7 @@ class Parts:
             self.shared.outside = outside_of_model(model, settings.optimizer_bytes)
         self._model = weakref.ref(model)
         self._parts: dict[int, Part] = {}  # by the id of the module
+        self.alike_in: dict[tuple[type, str], dict[Any, Alike]] = {}  # programs of parts of the same kind
         self.watch = OutsideWatch(self.shared)
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self._calls = self._steps = 0
@@ -242,8 +244,7 @@ class Parts:
         return found
 
     def _run_more_again(self, missing_bytes: int) -> bool:
-        """The plans of the parts do not fit: have further submodules that are no parts run again, or the model online, where
-        there are no parts; whether that can be."""
+        """Whether more submodules that are no parts, or the whole model online, run again, as plans alone do not fit."""
         chosen = self.watch.to_run_again(missing_bytes)
         for part in self._parts.values():
             part.runs_again = part.runs_again or part.name in chosen

@@ -236,12 +236,13 @@ def schedules_of(entry: Entry | None, program: Program) -> list[Schedule]:
 
 
 class Kins:
-    """The kinds of calls of one model that were met last. ``dynamic`` as of ``rematerialize``."""
+    """The kinds of calls of one model that were met last. ``dynamic`` as of ``rematerialize``. ``alike``: programs by their
+    operators, also of other models that have them."""
 
-    def __init__(self, dynamic: bool | None) -> None:
+    def __init__(self, dynamic: bool | None, alike: dict[Any, Alike] | None = None) -> None:
         self.dynamic = dynamic
         self._kinds: dict[Signature, Kin] = {}
-        self._alike: dict[Any, Alike] = {}
+        self._alike = {} if alike is None else alike
 
     def alike(self, program: Program) -> Alike | None:
         """The programs with the operators of this one, which was captured by itself: calls whose sizes depend on numbers, such
