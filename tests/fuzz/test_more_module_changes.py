@@ -71,6 +71,34 @@ def test_changes_between_steps(name: str) -> None:
     follows(make(), change)
 
 
+# How code reads the values of a constant tensor, and how these become others without a write that PyTorch counts.
+VALUES: dict[str, Callable[[torch.Tensor], float]] = {
+    "item": lambda table: table[0].item(),
+    "truth": lambda table: 1.0 + bool(table[0] > 1),
+    "list": lambda table: table.tolist()[0],
+    "array": lambda table: float(table.numpy()[0]),
+    "text": lambda table: len(f"{table * 1000}"),
+}
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "other data": lambda m: setattr(m.table, "data", torch.full((2,), 300.0)),
+    "other memory": lambda m: m.table.set_(torch.full((2,), 300.0)),
+    "written past its history": lambda m: m.table.data.fill_(300),
+    "written by NumPy": lambda m: m.table.numpy().fill(300),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("read", VALUES)
+def test_values_of_a_constant_tensor(read: str, write: str) -> None:
+    value = VALUES[read]
+    follows(Computes(lambda s, y, x: y * value(s.table), having(table=lambda: torch.ones(2))), WRITES[write])
+
+
+def test_a_constant_tensor_gets_a_gradient() -> None:
+    model = Computes(lambda s, y, x: y * (1 if s.table.grad is None else 2), having(table=lambda: torch.ones(2)))
+    follows(model, lambda m: setattr(m.table, "grad", torch.ones(2)))
+
+
 def _with_gradient() -> torch.Tensor:
     made = rows()
     made.grad = torch.full_like(made, 2.0)

@@ -29,6 +29,7 @@ from lowtide.capture.trace.patches import below, replaced, replaced_methods
 from lowtide.capture.trace.value_gradients import with_value_gradient
 from lowtide.capture.trace.writes import GET_GRADIENT, assigned_data, refuse_gradients, refuse_retained
 from lowtide.errors import CaptureError
+from lowtide.objects.places import current
 from lowtide.program.distributed.local import has_distributed, is_distributed, local_of
 from lowtide.program.source import user_source
 
@@ -128,7 +129,7 @@ class TensorCalls(TakingNumbers):
             return args[0] if func is torch.Tensor.requires_grad_ else None
         note(source=user_source(), casts=self.period(func, args, kwargs))
         if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
-            self.reads.note("version", args[0], "", args[0]._version, "the values of a constant tensor")
+            self.reads.note("values", args[0], "", current("values", args[0], ""), "the values of a constant tensor")
         if assigned_data(func, args, self.state):
             return None
         if func is torch.Tensor._nnz and isinstance(args[0], (FakeTensor, FunctionalTensor)):
@@ -181,11 +182,13 @@ class TensorCalls(TakingNumbers):
         return False
 
     def _has_none(self, tensor: torch.Tensor) -> bool:
-        """Whether it stands for a parameter or a buffer that has no gradient, which is noted."""
+        """Whether it is a constant, or stands for a parameter or a buffer, that has no gradient, which is noted."""
         real = next((one for one, traced in zip(self.registered, self.state, strict=True) if traced is tensor), None)
+        if real is None and not isinstance(tensor, (FakeTensor, FunctionalTensor)):
+            real = tensor
         if real is None or real.grad is not None:
             return False
-        self.reads.note("gradient", real, "", None, "the gradient of a parameter or a buffer")
+        self.reads.note("gradient", real, "", None, "the gradient of a parameter, a buffer or a constant")
         return True
 
 

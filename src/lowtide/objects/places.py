@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.objects.walk import ABSENT, OWN, cell_value, class_attribute, own_attributes
 
@@ -90,6 +91,16 @@ def _layout(tensor: torch.Tensor, _: str) -> str:
     return str((tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad))
 
 
+def _values(tensor: torch.Tensor) -> Any:
+    """Its bytes, in order, also while it is traced; of one that has no such (sparse, quantized), how often it was written in
+    place."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            return tensor._version
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().flatten()
+        return plain.view(torch.uint8).numpy().tobytes()
+
+
 # How an ``owner`` has something under a ``name``: what gives it, ``ABSENT`` where nothing is.
 READERS: dict[str, Callable[[Any, Any], Any]] = {
     "attribute": _attribute,  # in the dictionary of an object
@@ -109,8 +120,8 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "answer": lambda owner, _: owner(),  # what it says when it is called
     "subclasses": lambda owner, _: tuple(type.__subclasses__(owner)),  # of a class
     "layout": _layout,  # of a tensor
-    "version": lambda owner, _: owner._version,  # how often a tensor was written in place
-    "gradient": lambda owner, _: owner.grad,  # of a parameter or a buffer
+    "values": lambda tensor, _: _values(tensor),  # of a tensor
+    "gradient": lambda owner, _: owner.grad,  # of a tensor
 }
 
 

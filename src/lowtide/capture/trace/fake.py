@@ -241,7 +241,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, FakeTensor):
             return getattr(tensor, "_lowtide_known", None)
         if type(tensor) is torch.Tensor and tensor.numel() <= _MAXIMUM_ELEMENTS and tensor.device.type != "meta":
-            constant = Provenance(constant=tensor.detach(), depends_on_input=True)  # it may be written in place
+            # It may be written in place, or given other data, so what is kept is the tensor itself.
+            constant = Provenance(constant=tensor, depends_on_input=True)
             return self._constants.setdefault(id(tensor), (tensor, constant))[1]
         return None
 
