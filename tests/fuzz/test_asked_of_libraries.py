@@ -97,6 +97,10 @@ _CASES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "handlers of a logger above": (lambda s: 1.0 + len(_LOGGER.parent.handlers), lambda: logging.getLogger("lowtide_test").addHandler(logging.NullHandler())),
     "handlers of a logger by its name": (lambda s: 1.0 + len(logging.getLogger("lowtide_test." + "asked").handlers), lambda: _LOGGER.addHandler(logging.NullHandler())),
     "whether a logger by its name passes messages on": (lambda s: 1.0 + logging.getLogger("lowtide_test." + "asked").propagate, lambda: setattr(_LOGGER, "propagate", False)),
+    "flag of PyTorch's": (lambda s: 1.0 + torch.__future__.get_overwrite_module_params_on_conversion(), lambda: torch.__future__.set_overwrite_module_params_on_conversion(True)),
+    "precision of products": (lambda s: len(torch.get_float32_matmul_precision()), lambda: torch.set_float32_matmul_precision("medium")),
+    "whether anomalies are looked for": (lambda s: 1.0 + torch.is_anomaly_enabled(), lambda: torch.autograd.set_detect_anomaly(True)),
+    "whether all warnings are shown": (lambda s: 1.0 + torch.is_warn_always_enabled(), lambda: torch.set_warn_always(True)),
     "number of threads": (lambda s: threading.active_count(), _waiting),
     "threads": (lambda s: len(threading.enumerate()), _waiting),
     "function under a computed name": (lambda s: 1.0 + getattr(math, s.function)(1.0), lambda: setattr(math, "expm1", lambda x: x)),
@@ -128,6 +132,10 @@ def _as_before() -> Iterator[None]:
         warnings.simplefilter("error", _OfTestWarning)
         yield
     gc.enable()
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.autograd.set_detect_anomaly(False)
+    torch.set_warn_always(False)
     del F.expm1, F.ex  # type: ignore[attr-defined]
     if "expm1" in vars(torch.Tensor):
         del torch.Tensor.expm1

@@ -4,6 +4,7 @@ keep, and what a process is asked for."""
 
 from __future__ import annotations
 
+import collections.abc
 import contextvars
 import csv
 import ctypes
@@ -16,6 +17,7 @@ import hashlib
 import itertools
 import locale
 import logging
+import numbers
 import operator
 import os
 import socket
@@ -43,7 +45,7 @@ _TABLE: dict[str, float] = {"number": 1.0}
 _VALUES = _TABLE.values()
 _VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("number", default=1.0)
 _getenv, _getcwd, _depth = os.getenv, os.getcwd, sys.getrecursionlimit
-_OPTIONS = types.ModuleType("options")
+_OPTIONS, _ANSWERING = types.ModuleType("options"), types.ModuleType("answering")
 _BACKEND = torch.backends.cudnn
 
 
@@ -60,8 +62,21 @@ class Lazy(types.ModuleType):
         return _LIST[0]
 
 
+class Registered:
+    pass
+
+
+class RegisteredToo:
+    pass
+
+
 class Kinds(enum.Enum):
     TABLE = {"number": 1.0}
+
+
+class Doubled(types.ModuleType):
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name) * (2 if name == "more" else 1)
 
 
 class Number(ctypes.Structure):
@@ -123,6 +138,13 @@ _CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
     "structure by reference": (lambda: None, lambda s: _REFERENCE._obj.value, lambda s: setattr(_STRUCTURE, "value", 2.0)),
     "member of an enumeration by its name": (lambda: "TABLE", lambda s: Kinds[s].value["number"], lambda s: Kinds.TABLE.value.update(number=2.0)),
     "property of a module": (lambda: None, lambda s: _LAZY.number, _set_first),
+    "what a module says of names that it has not": (lambda: None, lambda s: _ANSWERING.number, lambda s: setattr(_ANSWERING, "__getattr__", lambda name: 2.0)),
+    "name that a module says something of": (lambda: None, lambda s: _ANSWERING.number, lambda s: setattr(_ANSWERING, "number", 2.0)),
+    "class of a module": (lambda: setattr(_OPTIONS, "more", 1.0), lambda s: _OPTIONS.more, lambda s: setattr(_OPTIONS, "__class__", Doubled)),
+    "class registered with one of a library's": (Registered, lambda s: 1.0 + isinstance(s, collections.abc.Mapping), lambda s: collections.abc.Mapping.register(Registered)),
+    "class registered with a kind of numbers": (RegisteredToo, lambda s: 1.0 + issubclass(type(s), numbers.Number), lambda s: numbers.Number.register(RegisteredToo)),
+    "how a decimal number is rounded": (lambda: decimal.Decimal("2.5"), lambda s: s.to_integral_value(), lambda s: setattr(decimal.getcontext(), "rounding", decimal.ROUND_UP)),
+    "home": (lambda: None, lambda s: len(str(Path.home())), lambda s: os.environ.update(HOME="/the/home/of/another")),
     "hasattr of a module": (lambda: None, lambda s: 1.0 + hasattr(_OPTIONS, "more"), lambda s: setattr(_OPTIONS, "more", 2.0)),
     "number in a library's module": (lambda: setattr(logging, "raiseExceptions", True), lambda s: 1.0 + logging.raiseExceptions, lambda s: setattr(logging, "raiseExceptions", False)),
     "cached object": (lambda: settings.cache_clear(), lambda s: settings().number, lambda s: setattr(settings(), "number", 2.0)),
@@ -161,12 +183,17 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         np.geterr(),
         faulthandler.is_enabled(),
     )
-    numbers, timeout = locale.setlocale(locale.LC_NUMERIC), socket.getdefaulttimeout()
-    yield
+    formats, timeout = locale.setlocale(locale.LC_NUMERIC), socket.getdefaulttimeout()
+    monkeypatch.setenv("HOME", os.environ["HOME"])
+    monkeypatch.setattr(_ANSWERING, "__getattr__", lambda name: 1.0, raising=False)
+    with decimal.localcontext():
+        yield
+    _OPTIONS.__class__ = types.ModuleType
+    vars(_ANSWERING).pop("number", None)
     sys.setrecursionlimit(limit)
     threading.current_thread().name = thread
     np.seterr(**errors)
-    locale.setlocale(locale.LC_NUMERIC, numbers)
+    locale.setlocale(locale.LC_NUMERIC, formats)
     socket.setdefaulttimeout(timeout)
     faulthandler.enable(file=sys.__stderr__) if told else faulthandler.disable()
     os.environ.pop("LOWTIDE_TEST_NUMBER", None)
@@ -239,6 +266,17 @@ def test_what_shows_nothing_is_refused(read: Any) -> None:
     model = Reader(None, read)
     with pytest.raises(CaptureError, match=r"native code|another process"):
         lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all", on_capture_error="error")
+
+
+def test_a_file_that_is_written_with_its_size_and_time_kept(tmp_path: Path) -> None:
+    path = tmp_path / "number.txt"
+
+    def writes(number: str) -> None:
+        path.write_text(number)
+        os.utime(path, ns=(1, 1))
+
+    writes("1.0")
+    follows(Reader(None, lambda s: path.read_text()), lambda model: writes("2.0"))
 
 
 def test_constants_that_cannot_be_copied() -> None:

@@ -12,14 +12,12 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-import torch
-
 from lowtide.capture.python_state.code import process
 from lowtide.capture.python_state.code.installed import is_standard
 from lowtide.objects.walk import PLAIN, items
 
 # By the names under which a process is asked.
-_ENVIRONMENT = {"environ", "environb", "getenv", "expandvars", "expanduser"}
+_ENVIRONMENT = {"environ", "environb", "getenv", "expandvars", "expanduser", "home"}
 _ASKED: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("getcwd", "cwd", "abspath", "resolve"), os.getcwd),
     **dict.fromkeys(("backends", "allow_tf32", "get_fastpath_enabled"), process.backends),
@@ -31,10 +29,6 @@ _ASKED: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("locale", "localeconv", "localtime", "mktime", "fromtimestamp", "astimezone"), process.culture),
     "getLevelName": lambda: str(logging.getLevelNamesMapping()),
     "current_thread": process.thread,
-    "is_warn_always_enabled": torch.is_warn_always_enabled,
-    "is_anomaly_enabled": torch.is_anomaly_enabled,
-    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
-    "get_swap_module_params_on_conversion": torch.__future__.get_swap_module_params_on_conversion,
 }
 # By the modules and names of functions whose names alone say nothing.
 _FUNCTIONS: dict[str, Callable[[], Any]] = dict.fromkeys(
@@ -99,10 +93,10 @@ def names_behind(function: Any) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _answer_of(function: Any) -> Callable[[], str] | None:
-    """The answer of a function of Python's own or of NumPy's that takes nothing and only asks, as a text."""
+    """The answer of a function of Python's own, of NumPy's or of PyTorch's that takes nothing and only asks, as a text."""
     name, module = function.__name__, str(function.__module__).partition(".")[0]
     asks = _ASKING.match(name) and not _MOVING.search(name)
-    if not asks or not (module in sys.stdlib_module_names or module == "numpy"):
+    if not asks or not (module in sys.stdlib_module_names or module in ("numpy", "torch")):
         return None
     try:
         return functools.partial(_text, function) if not _takes(function) and _is_plain(function()) else None

@@ -55,16 +55,17 @@ class Namespaces:
         return new
 
     def add_class(self, kind: type) -> None:
-        """All that stands in a class is noted: Python looks methods up there where nobody sees it."""
-        if not self.add(kind, kind.__qualname__):
+        """All that stands in a class is noted: Python looks methods up there where nobody sees it. Of a library's, what is
+        registered as its subclass."""
+        if isinstance(kind, abc.ABCMeta):
+            token = abc.get_cache_token
+            self._reads.note("answer", token, "", token(), "what is registered as a subclass")
+        if is_library(kind) or not self.add(kind, kind.__qualname__):
             return
         for name in vars(kind).keys() - _UNREAD:
             self._reads.note("class", kind, name, vars(kind)[name], f"{kind.__qualname__}.{name}")
         self._reads.note_names(kind, current("names", kind, ""), kind.__qualname__)
         self._reads.note("made of", kind, "__mro__", kind.__mro__, f"the bases of {kind.__qualname__}")
-        if isinstance(kind, abc.ABCMeta):
-            token = abc.get_cache_token
-            self._reads.note("answer", token, "", token(), "what is registered as a subclass")
         if isinstance(kind, enum.EnumMeta):
             self._reach(kind._member_map_, kind._member_map_, f"{kind.__qualname__}.__members__")
 
@@ -96,10 +97,16 @@ class Namespaces:
         if library:
             named |= dict.fromkeys(sorted(self._spelled - own.keys()), ABSENT)  # ``getattr(sys, "debug", 0)``
         else:
+            self._reads.note("type", owner, "", type(owner), f"the class of {text}")
+            otherwise = own.get("__getattr__", ABSENT)  # what is asked for names that are not there
+            self._reads.note("item", own, "__getattr__", otherwise, f"{text}.__getattr__")
+            if otherwise is not ABSENT:
+                self._reach(otherwise, otherwise, f"{text}.__getattr__")
+                named |= dict.fromkeys(sorted(self.attributes - own.keys()), ABSENT)
             if self.attributes & _WHETHER:
                 self._reads.note_names(owner, own, text)
             if self.attributes & BY_COMPUTED_NAME:
-                named = own
+                named = {**named, **own}
         if library and self._elsewhere and id(owner) not in self._searched:
             self._searched.add(id(owner))
             named |= {name: value for name, value in own.items() if _is_function(value)}  # ``getattr(F, self.name)``

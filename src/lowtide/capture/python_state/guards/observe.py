@@ -184,6 +184,7 @@ class Observer:
             self._look_at_cache(original, text)
         if isinstance(original, types.BuiltinFunctionType):
             self._read(original, asked_by(original))
+        self._read(original, asked_under({str(type(original).__module__)}))
         items = content(original)
         if opaque.is_unknown(original, items):
             self.reads.unknown[id(original)] = (
@@ -225,8 +226,6 @@ class Observer:
         self._namespaces.add(module, module.__name__)
         self._read(module, asked_under({*module.__name__.split(".")}))
         self._reach(type(module), type(module), "")
-        if not is_library(module):
-            self._reach(vars(module).get("__getattr__"), None, "")
 
     def _look_at_function(self, seen: types.FunctionType, function: types.FunctionType) -> None:
         self._namespaces.read(function)
@@ -255,8 +254,8 @@ class Observer:
     def _look_at_class(self, kind: type) -> None:
         """Methods that Python looks up in a class are read where nobody sees it: all that stands there is noted."""
         for base in kind.__mro__:
+            self._namespaces.add_class(base)
             if not is_library(base):
-                self._namespaces.add_class(base)
                 self._reach(type(base), type(base), "")
                 for function in code_names.functions_of(base):
                     self._reach(function, function, "")
