@@ -32,6 +32,29 @@ def _with_buffer(module: Any) -> None:
     module.part.register_buffer("table", torch.ones(1), persistent=False)
 
 
+class Compiled(nn.Module):
+    """To be compiled by ``torch.jit``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1.0
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return y * self.number
+
+
+@torch.library.custom_op("lowtide_tests::copied", mutates_args=())
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * _FACTORS[0]
+
+
+_FACTORS = [1.0]
+copied.register_fake(torch.empty_like)
+copied.register_autograd(_backward)
 _ONE = having(number_1=lambda: 1.0)
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "another attribute among all of the model's": (
@@ -58,6 +81,22 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
         lambda: Computes(lambda s, y, x: y * (1 + len(s.part.state_dict())), _with_buffer),
         lambda m: m.part._non_persistent_buffers_set.clear(),
     ),
+    "another name of a submodule": (
+        lambda: Computes(lambda s, y, x: y * len("".join(name for name, _ in s.named_modules())), having(part=nn.Tanh)),
+        lambda m: m._modules.update(another=m._modules.pop("part")),
+    ),
+    "attribute of a compiled module": (
+        lambda: Computes(part_of, having(part=lambda: torch.jit.script(Compiled()))),
+        lambda m: setattr(m.part, "number", 2.0),
+    ),
+    "number in the gradient of an operator": (
+        lambda: Computes(lambda s, y, x: torch.ops.lowtide_tests.copied(y)),
+        lambda m: _FACTORS.__setitem__(0, 2.0),
+    ),
+    "another gradient of an operator": (
+        lambda: Computes(lambda s, y, x: copied(y)),
+        lambda m: copied.register_autograd(lambda ctx, gradient: gradient * 3),
+    ),
     "another class of the model, of the same forward": (
         lambda: type("Numbered", (Computes,), {"number": 1.0})(lambda s, y, x: y * s.number),
         lambda m: setattr(m, "__class__", type("Other", (type(m),), {"number": 2.0})),
@@ -65,6 +104,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    _FACTORS[0] = 1.0
+    copied.register_autograd(_backward)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_changes_between_steps(name: str) -> None:
     make, change = CASES[name]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.fuzz.changed import Computes, follows, rows
+from tests.fuzz.changed import Computes, Thing, follows, rows
 
 
 class Given:
@@ -41,6 +42,11 @@ REACHED: dict[str, tuple[Any, Callable[[torch.Tensor, Any], Any], Callable[[], A
     "variable of a module": (_MODULE, lambda y, v: y * v.number, lambda: setattr(_MODULE, "number", 2.0)),
     "global variable of a function in a partial": (functools.partial(scored), lambda y, v: v(y), lambda: globals().update(_NUMBER=2.0)),
 }  # fmt: skip
+
+
+def test_a_module_in_an_object_among_the_arguments() -> None:
+    held = Thing(inner=Thing(part=nn.Dropout(0.5)))
+    follows(Computes(lambda s, y, x, v: v.inner.part(y)), lambda model: held.inner.part.eval() and None, (rows(), held))
 
 
 @pytest.mark.usefixtures("_as_before")

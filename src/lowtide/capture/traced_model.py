@@ -284,7 +284,7 @@ class TracedModel:
         standing.until_ended()
         self._backward.callback(reached.forget_arguments)
         self._backward.enter_context(backward_effects.none_of(model, reached))
-        self._backward.enter_context(observer.watching(backward=True))
+        self._backward.enter_context(observer.watching(backward_of=outputs))
         if self.numbers.every or self.recorder.numbers:  # all calls in the backward pass come to the mode, ours too
             self._backward.enter_context(TakingNumbers())
         return outputs

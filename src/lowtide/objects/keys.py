@@ -133,7 +133,12 @@ def _parts(node: Any) -> dict[Any, Any]:
     items = content(node)
     if items is not None:
         return dict(enumerate(items))
-    return fields(node) if is_open(node) and not _is_closed(type(node)) else {}
+    return fields(node) if is_looked_into(node) else {}
+
+
+def is_looked_into(node: Any) -> bool:
+    """Whether an object is told by its attributes."""
+    return is_open(node) and not _is_closed(type(node))
 
 
 def _told(node: Any) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
 from lowtide.capture.python_state.code.installed import is_installed, is_library, is_standard
+from lowtide.objects.keys import is_looked_into
 from lowtide.objects.walk import CONTAINERS, cell_value, reachable
 
 _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
@@ -264,8 +265,8 @@ def compares(code: types.CodeType) -> frozenset[str]:
 
 
 def given(arguments: Iterable[Any]) -> Iterator[Any]:
-    """What a call is given, functions in containers and in partials included."""
-    return reachable(arguments, lambda one: isinstance(one, (*CONTAINERS, functools.partial)))
+    """What a call is given, and what is in its containers, partials and objects."""
+    return reachable(arguments, lambda one: isinstance(one, (*CONTAINERS, functools.partial)) or is_looked_into(one))
 
 
 def is_read(name: str, functions: Iterable[types.FunctionType], by_string: bool) -> bool:

@@ -20,7 +20,16 @@ from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.external_effects import hooks_of
 from lowtide.capture.python_state.guards.files import Watched
 from lowtide.capture.python_state.guards.quick import Unchanged
-from lowtide.capture.python_state.guards.reads import Contents, Met, Place, Read, Reads, identical, put_together
+from lowtide.capture.python_state.guards.reads import (
+    Contents,
+    Met,
+    Place,
+    Read,
+    Reads,
+    compiled_attributes,
+    identical,
+    put_together,
+)
 from lowtide.capture.python_state.guards.standing import ComparedNumber
 from lowtide.capture.python_state.paths import AttributePath, named, owned, value_at
 from lowtide.objects import structure
@@ -29,7 +38,7 @@ from lowtide.objects.places import current, index_of, part_name
 from lowtide.objects.walk import ABSENT, PLAIN, content
 from lowtide.program.scalars import CHANGING
 
-_REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules")
+_REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules", "has other attributes")
 _CALLING = ("__call__", "_wrapped_call_impl", "_call_impl")  # what it is to call a module
 _BESIDE = ("part", "computed")  # kinds of numbers that are not noted by themselves
 _MOST_REMAKES = 8  # of the quick function, where equal values are put anew before each call
@@ -185,6 +194,7 @@ def _wiring(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
             (module,),  # in which the same is equal, however modules compare
             () if module is root else hooks_of(module),
             [*module._modules.items()],
+            compiled_attributes(module),
         )
         for module in modules
     ]

@@ -25,6 +25,7 @@ from torch import nn
 
 from lowtide.capture.python_state.code import code_names
 from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
+from lowtide.capture.python_state.code.formulas import formulas
 from lowtide.capture.python_state.code.installed import is_installed, is_library
 from lowtide.capture.python_state.guards import files
 from lowtide.capture.python_state.guards.caches import Results, is_cache
@@ -80,16 +81,18 @@ class Observer:
         self._shown.met_library(theirs)
 
     @contextlib.contextmanager
-    def watching(self, *, backward: bool = False) -> Iterator[None]:
-        """Around the run, in one thread; and around its ``backward`` pass, which runs code of the user's, too (of an autograd
-        function, or a hook)."""
+    def watching(self, *, backward_of: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+        """Around the run, in one thread; and around the backward pass of its results, which runs code of the user's, too (of an
+        autograd function, or a hook)."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._classes.remove)
             stack.enter_context(self._shown)
             for classes in (self._modules, self._classes):
                 stack.enter_context(classes.noted(self._note_read, self._note_write))
-            if backward:
+            if backward_of is not None:
                 self._classes.add_again()
+                self._read(None, formulas(backward_of))
+                self._drain()
             else:
                 stack.enter_context(files.opened(self.reads.files))
                 self._begin()

@@ -18,7 +18,7 @@ from torch import nn
 from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.external_effects import HOOKS, hooks_of
 from lowtide.capture.python_state.guards.files import Watched
-from lowtide.capture.python_state.guards.reads import Contents, Read, put_together
+from lowtide.capture.python_state.guards.reads import Contents, Read, compiled_attributes, put_together
 from lowtide.native import core
 from lowtide.objects import opaque
 from lowtide.objects.keys import tensor_key
@@ -121,6 +121,10 @@ class Unchanged:
             self._expect(type(module), type, module)
             if module._modules:  # which a list of modules makes anew where one is taken out
                 self._expect(module._modules, operator.getitem, vars(module), "_modules")
+            for name, child in module._modules.items():
+                self._expect(child, operator.getitem, module._modules, name)
+            if isinstance(module, torch.jit.ScriptModule):
+                self._items.append((compiled_attributes, (module,), compiled_attributes(module)))
 
     def _read(self, read: Read, value: Any) -> Any:
         kind, owner, name = read[:3]

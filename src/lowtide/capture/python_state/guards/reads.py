@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,6 +222,11 @@ class Reads:
         self.note("names", owner, "", names, f"the attributes of {text}")
 
 
+def compiled_attributes(module: nn.Module) -> list[str]:
+    """What a module that ``torch.jit`` has compiled has in its attributes, which Python code does not read."""
+    return [sys.intern(module._c.dump_to_str(False, True, False))] if isinstance(module, torch.jit.ScriptModule) else []
+
+
 def put_together(module: nn.Module) -> list[Any]:
     """What a module is made of: classes, parameters, buffers, hooks and submodules, all the way down."""
     return [
@@ -228,6 +234,7 @@ def put_together(module: nn.Module) -> list[Any]:
         for one in module.modules()
         for part in (
             type(one), *one._parameters.values(), *one._buffers.values(), *one._modules.values(), *hooks_of(one),
+            *compiled_attributes(one),
         )
     ]  # fmt: skip
 
