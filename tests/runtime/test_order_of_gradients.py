@@ -88,3 +88,39 @@ def test_hooks_are_called_in_the_order_of_eager() -> None:
             parameter.register_hook(lambda _, name=name: orders[-1].append(name))
         model(x).sum().backward()
     assert orders[0] == orders[1] and len(orders[0]) == 10
+
+
+class _Frozen(nn.Module):
+    """Computes with one of its layers, where it is ``frozen``, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.frozen = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.first(x))
+        with torch.set_grad_enabled(not self.frozen):
+            z = self.second(y)
+        return (y * z).sum()
+
+
+def _called(frozen: list[bool], planned: bool) -> list[tuple[str, bool]]:
+    """Which parameters have their hooks called in such steps, and whether without a gradient."""
+    torch.manual_seed(0)
+    model, calls, x = _Frozen(), list[tuple[str, bool]](), torch.randn(8, WIDTH)
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: calls.append((name, gradient is None)))
+        parameter.register_post_accumulate_grad_hook(lambda one, name=name: calls.append((name, one.grad is None)))
+    model.frozen = frozen[0]
+    if planned:
+        lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
+    for model.frozen in frozen:
+        model.zero_grad()
+        model(x).backward()
+    return sorted(calls)
+
+
+@pytest.mark.parametrize("frozen", [[True], [False, True, False]])
+def test_hooks_of_parameters_that_get_no_gradient_are_not_called(frozen: list[bool]) -> None:
+    assert _called(frozen, planned=True) == _called(frozen, planned=False)

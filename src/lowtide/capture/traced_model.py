@@ -278,7 +278,7 @@ class TracedModel:
         buffers = registered(model, left, known, declared)
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
-        rest = buffers, specs, unreached(tensors, flat, self.call.state.parameters), rewired, writes.made
+        rest = buffers, specs, unreached(tensors, flat), rewired, writes.made
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
         self.after_run()
         standing.until_ended()

@@ -64,9 +64,9 @@ class Program:
     overwritten by the forward pass, are its last forward outputs. ``updated`` are the flat inputs that their optimizer updates
     inside of the backward pass (``program.updates``), ``reduced`` those whose gradients are summed over the ranks in it
     (``distributed.gathers``): their gradients are not among ``gradients``. ``placed`` tells how the gradients of distributed
-    inputs lie (``distributed.local``). ``unlinked`` are flat inputs beside parameters that no result depends on
-    differentiably, whatever history they have themselves (a state that is detached first). ``sums``: flat inputs whose
-    gradients are each a sum of so many terms, one for each use.
+    inputs lie (``distributed.local``). ``unlinked`` are flat inputs that no result depends on differentiably, whatever hooks
+    they have (a parameter under ``no_grad``) or history (a state that is detached first). ``sums``: flat inputs whose gradients
+    are each a sum of so many terms, one for each use.
     """
 
     graph: Graph

@@ -212,8 +212,8 @@ def below_nodes(nodes: Iterable[Any], known: Collection[Any] = frozenset()) -> s
     return found
 
 
-def unreached(inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor], first: int) -> tuple[int, ...]:
-    """The numbers, from the ``first`` on, of inputs that require a gradient and that no result depends on differentiably."""
-    asked = {i: one for i, one in enumerate(inputs) if i >= first and one.requires_grad}
+def unreached(inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The numbers of inputs that require a gradient and that no result depends on differentiably."""
+    asked = {i: one for i, one in enumerate(inputs) if one.requires_grad}
     known = below([result for result in results if result.requires_grad]) if asked else set()
     return tuple(i for i, one in asked.items() if torch.autograd.graph.get_gradient_edge(one).node not in known)
