@@ -100,3 +100,78 @@ def _steps(change: Change, planned: bool) -> list[Any]:
 def test_memory_between_steps(name: str) -> None:
     expected, found = (_steps(CHANGES[name], planned) for planned in (False, True))
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+class _Scaling(nn.Module):
+    """Computes with a tensor in a plain attribute, whose value its backward pass needs if it ``multiplies`` with it."""
+
+    def __init__(self, multiplies: bool) -> None:
+        super().__init__()
+        self.linear, self.table, self.multiplies = nn.Linear(4, 4), torch.full((4,), 2.0), multiplies
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return torch.tanh(y * self.table if self.multiplies else y + self.table).sum()
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "written": lambda model: model.table.fill_(3.0),
+    "given other data": lambda model: setattr(model.table, "data", torch.full((4,), 3.0)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_constant_that_changes_between_the_passes(write: str) -> None:
+    """Eager refuses the first, and would go on with the memory that was there in the second; what does not need it goes on."""
+    for multiplies in (True, False):
+        model = _Scaling(multiplies)
+        lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+        model(rows()).backward()
+        expected, model.linear.weight.grad = model.linear.weight.grad, None
+        loss = model(rows())
+        WRITES[write](model)
+        if multiplies:
+            with pytest.raises(lowtide.ExecutionError, match="a tensor that the model holds was modified in place"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert torch.equal(model.linear.weight.grad, expected)
+        model.zero_grad()
+        model(rows()).backward()
+        found, plain = model.linear.weight.grad, lowtide.restore(model)
+        plain.zero_grad()
+        plain(rows()).backward()
+        assert torch.equal(plain.linear.weight.grad, found)
+
+
+class _Backward(torch.autograd.Function):
+    """Scales gradients by a tensor that its forward pass does not read."""
+
+    table = torch.ones(4)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * _Backward.table
+
+
+class _ScalingGradients(_Scaling):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Backward.apply(self.linear(x)).sum()  # type: ignore[no-any-return,no-untyped-call]
+
+
+def test_a_constant_of_the_backward_pass_alone_is_read_as_it_is_then() -> None:
+    model = _ScalingGradients(False)
+    lowtide.rematerialize(model, (rows(),), budget="100%", planner="keep-all")
+    found = []
+    for value in (1.0, 2.0):
+        model.zero_grad()
+        loss = model(rows())
+        _Backward.table.fill_(value)
+        loss.backward()
+        found.append(model.linear.weight.grad * 2 / value)
+    _Backward.table.fill_(1.0)
+    assert torch.equal(*found)

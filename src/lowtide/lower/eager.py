@@ -30,6 +30,7 @@ from lowtide.ir import Compute, Fetch, Free, Offload, Op, RestoreRng, SaveRng, S
 from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, SEND_GRADIENT_TARGET, TANGENT_TARGET, UPDATE_TARGET
 from lowtide.ir.transfers import needs
 from lowtide.lower.addresses import Addresses
+from lowtide.lower.constants import constants_read
 from lowtide.lower.drawing import SAVE, Drawing
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
 from lowtide.lower.numbers import Numbers
@@ -56,10 +57,10 @@ class Lowered:
     of, and how many terms of the same came before it. ``tangents`` are the values of the gradients that arrive;
     ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not update,
     ``reads_after`` those of them that its backward pass reads, themselves or views of them, ``reads_again`` those that
-    operators of the forward pass read again in it, and ``reads_outputs`` the forward outputs that it reads; ``writes`` are the
-    flat inputs that its forward pass updates. ``inner`` are the forward outputs that others are computed from. ``addresses``:
-    where what is allocated goes, if there is an arena: reserved before a pass; whoever resumes the generator ends the latest
-    operator (``AddressTable.end``) when that comes back. ``chains``: see ``runtime.calls.chain``.
+    operators of the forward pass read again in it, and ``reads_outputs`` the forward outputs that it reads; ``reads_constants``
+    are the constants that the forward pass reads, each with whether the backward pass does; ``writes`` the flat inputs that the
+    former updates. ``inner`` are forward outputs that others are computed from. ``addresses``: where what is allocated goes, if
+    there is an arena: reserved before a pass; whoever resumes the generator ends the latest operator (``AddressTable.end``).
     """
 
     program: Program
@@ -72,11 +73,12 @@ class Lowered:
     reads: tuple[int, ...]
     reads_after: tuple[int, ...]
     reads_again: tuple[int, ...]
+    reads_constants: tuple[tuple[int, bool], ...]
     reads_outputs: tuple[int, ...]
     writes: tuple[int, ...]
     inner: tuple[int, ...]
     addresses: Addresses | None = None
-    chains: dict[Any, Any] = field(default_factory=dict)
+    chains: dict[Any, Any] = field(default_factory=dict)  # see ``runtime.calls.chain``
 
 
 def lower(
@@ -258,8 +260,7 @@ class _Generator:
     def _yield_outputs(self) -> None:
         self.under_way.settle(self.graph.storages_of(self.graph.forward_outputs))
         # Detached: the autograd engine marks what it is given, and a marked tensor would keep the generator alive.
-        results = ", ".join(f"v{value}.detach()" for value in self.graph.forward_outputs)
-        self.lines.append(f"out = [{results}]")
+        self.lines.append(f"out = [{', '.join(f'v{value}.detach()' for value in self.graph.forward_outputs)}]")
         later = self._reads_after()
         held = {self.graph.values[value].storage for value in self.graph.forward_outputs}
         self.handed |= held
@@ -271,8 +272,7 @@ class _Generator:
         values = [self.program.gradients[index][1] for index in group.gradients]
         self.under_way.settle(self.graph.storages_of(values))
         self.lines.append(f"out = [{', '.join(f'v{value}' for value in values)}]")
-        for value in values:
-            storage = self.graph.values[value].storage
+        for storage in (self.graph.values[value].storage for value in values):
             self.handed.add(storage)
             self._drop(self.graph.storages[storage].values)
         self.lines.append("yield out")
@@ -306,8 +306,7 @@ class _Generator:
         return self._names[key]
 
     def _compile(self) -> Lowered:
-        lines = ["def step(inputs, tangents, write_back):", *self.numbers.lines(), *self.lines]
-        source = "\n    ".join(lines) + "\n"
+        source = "\n    ".join(["def step(inputs, tangents, write_back):", *self.numbers.lines(), *self.lines]) + "\n"
         filename = f"<lowtide step {next(_FILES)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
@@ -328,6 +327,7 @@ class _Generator:
             reads=(*(i for i, storage in storages if storage not in updated), *self.program.reduced),
             reads_after=(*(i for i, storage in storages if storage in after - updated), *self.program.reduced),
             reads_again=tuple(i for i, value in enumerate(self.program.inputs) if value in again),
+            reads_constants=constants_read(self.program, after),
             reads_outputs=tuple(i for i, value in outputs if self.graph.values[value].storage in after),
             writes=tuple(i for i, storage in storages if storage in updated),
             inner=self._inner_outputs(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -53,6 +53,7 @@ class ModelCall:
     gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     versions: list[int | None] = field(default_factory=list)
     addresses: list[int | None] = field(default_factory=list)
+    constants: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)  # as the forward pass left them
     output_versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rng_state: generators.SavedState | None = None
@@ -99,6 +100,7 @@ class ModelCall:
         own = len(outputs) - len(kept)
         self.kept = dict(zip(kept, outputs[own:], strict=True))
         self.versions, self.addresses = versions_of(self.inputs), addresses_of(self.inputs)
+        self.constants = {v: _state_of(lowered.program.constants[v]) for v, _ in lowered.reads_constants}
         self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
         return outputs[:own]
 
@@ -129,7 +131,8 @@ class ModelCall:
         whole = lowered.reads, lowered.reads
         self.superseded = self.superseded and not self._changed(*whole)  # which it could not run again with
         again = self.generator is None or self.received or keeps or self.superseded or not expected(lowered, gradients)
-        self._check_unmodified(*(whole if again else (lowered.reads_after, lowered.reads_again)))
+        constants = [value for value, later in lowered.reads_constants if later or again]
+        self._check_unmodified(*(whole if again else (lowered.reads_after, lowered.reads_again)), constants)
         self.gradients.clear()
         self.next_node = 0
         given = [None if one is None else one.detach() for one in gradients]
@@ -314,12 +317,19 @@ class ModelCall:
         names = self.lowered.program.state_names
         return ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in inputs)
 
-    def _check_unmodified(self, read: Sequence[int], again: Sequence[int]) -> None:
+    def _check_unmodified(self, read: Sequence[int], again: Sequence[int], constants: Iterable[int]) -> None:
+        if any(_state_of(self.lowered.program.constants[value]) != self.constants[value] for value in constants):
+            raise modified("a tensor that the model holds", False)
         changed, note = self._changed(read, again), self.copied[1]
         outputs = any(tensor._version != version for tensor, version in self.output_versions)
         if changed or outputs:
             later = note is not None and note({i: self.inputs[i] for i in changed}) and not outputs
             raise modified(self._names(changed), later)
+
+
+def _state_of(constant: torch.Tensor) -> tuple[int | None, int | None]:
+    """Another one where it was written into, or given other memory."""
+    return version_of(constant), address_of(constant)
 
 
 def call_of(outputs: Sequence[torch.Tensor]) -> ModelCall | None:
