@@ -170,3 +170,9 @@ def test_bad_second_memories_say_what_is_wrong(memory: object, message: str) -> 
     graph, costs = _problem()
     with pytest.raises(PlanError, match=message):
         graph_from_json({**graph_to_json(graph, costs), "second_memory": memory})
+
+
+@pytest.mark.parametrize(("capacity", "held"), [(None, [0, 1, 2, 3]), (10, [0, 2]), (9, [0, 2]), (8, [0, 3]), (0, [])])
+def test_a_second_memory_holds_what_it_has_room_for(capacity: int | None, held: list[int]) -> None:
+    memory = SecondMemory(1, 1, capacity_bytes=capacity)
+    assert memory.held([(0, 6), (1, 5), (2, 3), (3, 2)]) == held
