@@ -13,6 +13,7 @@ import torch
 
 import lowtide
 from lowtide.capture.python_state.code.installed import is_installed
+from lowtide.capture.python_state.guards.files import File, Watched, opened
 
 _MODEL = """
 import torch
@@ -50,6 +51,16 @@ def test_by_what_distributions_list(tmp_path: Path) -> None:
     assert [*map(is_installed, map(str, (listed, edited, plain, beside)))] == [True, False, False, False]
     assert is_installed(torch.__file__) and is_installed(json.__file__) and is_installed("<frozen importlib>")
     assert not is_installed(__file__) and not is_installed("<string>") and not is_installed("train.py")
+
+
+def test_what_is_read_to_tell_is_no_read(tmp_path: Path) -> None:
+    """The lists of distributions are files, too, which are opened the first time that a file of their folder is."""
+    listed = _written(tmp_path, "one", "one/__init__.py,,\none-1.0.dist-info/RECORD,,\n")
+    (tmp_path / "data.txt").write_text("2")
+    found: dict[Watched, object] = {}
+    with opened(found):
+        assert listed.read_text() and (tmp_path / "data.txt").read_text()
+    assert [*found] == [File(str(tmp_path / "data.txt"))]
 
 
 @pytest.mark.parametrize("listed", [False, True])

@@ -100,15 +100,28 @@ def _install() -> None:
     ctypes.pythonapi.PySys_AddAuditHook(ctypes.c_void_p(core.audit_hook()), None)
 
 
+@contextlib.contextmanager
+def _unwatched() -> Iterator[dict[Watched, Any] | None]:
+    """Where to note; what is asked for inside is no read."""
+    found = getattr(_watching, "found", None)
+    _watching.found = None
+    try:
+        yield found
+    finally:
+        _watching.found = found
+
+
 def _note(event: str, args: tuple[Any, ...]) -> None:
-    if event in _ELSEWHERE:
-        if getattr(_watching, "found", None) is not None and _asking_code(sys._getframe(1))[0]:
+    with _unwatched() as found:
+        if found is None:
+            return
+        if event in _ELSEWHERE and _asking_code(sys._getframe(1))[0]:
             raise CaptureError(
                 f"the forward pass asks another process or a database ({event}), whose answer may be another one in every "
                 "call. Ask outside of the forward pass and keep or pass the answer, or run the model under lowtide.online."
             )
-    elif isinstance(args[0], (str, bytes, os.PathLike)):
-        _keep(os.fsdecode(args[0]))
+        if event not in _ELSEWHERE and isinstance(args[0], (str, bytes, os.PathLike)):
+            _keep(found, os.fsdecode(args[0]))
 
 
 def _asking_code(frame: Any) -> tuple[bool, set[str]]:
@@ -120,30 +133,23 @@ def _asking_code(frame: Any) -> tuple[bool, set[str]]:
     return not is_installed(frame.f_code.co_filename), names
 
 
-def _keep(path: str, whole: bool = True) -> None:
-    found = getattr(_watching, "found", None)
-    if found is None or path.endswith(_CODE):
-        return
-    if not _is_constant(os.path.abspath(path)):
-        _add(File(path, whole))
+def _keep(found: dict[Watched, Any], path: str, whole: bool = True) -> None:
+    if not path.endswith(_CODE) and not _is_constant(os.path.abspath(path)):
+        _add(found, File(path, whole))
 
 
-def _add(one: Watched) -> None:
-    found = getattr(_watching, "found", None)
-    if found is None:
-        return
-    _watching.found = None  # what is asked for here is no read
-    try:
-        found.setdefault(one, one.state())
-    finally:
-        _watching.found = found
+def _add(found: dict[Watched, Any], one: Watched) -> None:
+    if one not in found:
+        found[one] = one.state()
 
 
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
-        theirs, names = _asking_code(sys._getframe(2))
-        if isinstance(path, (str, bytes, os.PathLike)) and theirs:
-            _keep(os.fsdecode(path), whole=not names & _WHETHER)
+        with _unwatched() as found:
+            if found is not None and isinstance(path, (str, bytes, os.PathLike)):
+                theirs, names = _asking_code(sys._getframe(2))
+                if theirs:
+                    _keep(found, os.fsdecode(path), whole=not names & _WHETHER)
         return function(path, *args, **kwargs)
 
     return asked
@@ -151,8 +157,9 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _noting_search(find: Callable[..., Any]) -> Callable[..., Any]:
     def searched(finder: Any, name: str, *args: Any) -> Any:
-        if _asking_code(sys._getframe(2))[0]:
-            _add(Search(finder.path, name.rpartition(".")[2]))
+        with _unwatched() as found:
+            if found is not None and _asking_code(sys._getframe(2))[0]:
+                _add(found, Search(finder.path, name.rpartition(".")[2]))
         return find(finder, name, *args)
 
     return searched
