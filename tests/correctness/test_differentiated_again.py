@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +160,19 @@ def test_code_that_differentiates_again_names_it(code: str, named: bool) -> None
     module: dict[str, Any] = {"__name__": "loop", "_getframe": sys._getframe}
     exec(f"def penalty(x, y):\n    return {code}\ndef train():\n    return _getframe()", module)
     assert is_named(_alone(module["train"]())) is named
+
+
+@pytest.mark.parametrize("how", ["penalty(y, x)", "other.penalty(y, x)", "other.twice(y, x)"])
+def test_code_that_is_called_names_it(how: str) -> None:
+    """In another module, whose functions the code names."""
+    other: Any = types.ModuleType("other")
+    exec("def penalty(y, x): return grad(y, x, create_graph=True)\ndef twice(y, x): return penalty(y, x)", vars(other))
+    module: dict[str, Any] = {"__name__": "loop", "_getframe": sys._getframe, "other": other}
+    exec(f"def step(y, x): {how}\ndef train(): return _getframe()", module)
+    if how.startswith("penalty"):
+        assert not is_named(_alone(module["train"]()))
+        module["penalty"] = other.penalty
+    assert is_named(_alone(module["train"]()))
 
 
 def _alone(frame: Any) -> Any:

@@ -211,6 +211,35 @@ def test_parts_that_the_model_differentiates_twice_run_as_they_are() -> None:
     assert [plan.graph.name for plan in lowtide.plans(model)] == ["_FeedForward"]
 
 
+_FORCES = """
+class Forces(nn.Module):
+    def forward(self, energy, x):
+        return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+"""
+_POTENTIAL = """
+class Potential(nn.Module):
+    def __init__(self, energy, forces):
+        super().__init__()
+        self.energy, self.forces = energy, forces
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        energy = self.energy(x)
+        return energy + self.forces(energy, x).square().sum(1, keepdim=True)
+"""
+
+
+def test_parts_that_another_module_differentiates_twice_run_as_they_are() -> None:
+    """The forces of a potential of molecules, say: its code does not name what that of another file does."""
+    forces, potential = ({"__name__": name, "torch": torch, "nn": nn} for name in ("forces", "potential"))
+    exec(_FORCES, forces)
+    exec(_POTENTIAL, potential)
+    model = potential["Potential"](_Flow().energy, forces["Forces"]())
+    plain = _steps(copy.deepcopy(model))
+    lowtide.rematerialize(model, (torch.randn(ROWS, 2 * WIDTH),), budget="90%")
+    _assert_equal(_steps(model), plain)
+
+
 class _Sampling(nn.Module):
     """Follows gradients of its energy to samples, each of them a backward pass within its forward pass."""
 

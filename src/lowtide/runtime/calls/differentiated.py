@@ -2,8 +2,8 @@
 equations, products with a Hessian, learning to learn.
 
 The gradients of a planned program have no history, so such calls run by the model's own code. A call does not say beforehand
-what will become of it, but the code around it does: where code on the stack names ``create_graph``, calls of a kind that is new
-run like this once, and their backward pass tells.
+what will become of it, but the code around it does: where code on the stack, or what that calls, names ``create_graph``, calls
+of a kind that is new run like this once, and their backward pass tells.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from lowtide.capture.python_state.code.code_names import codes, parts_of
+from lowtide.capture.python_state.code.code_names import codes, is_trusted, named_by, parts_of
 from lowtide.objects import structure
 
 _LOG = logging.getLogger(__name__)
 _NAME = "create_graph"
 _DEFINED = (types.FunctionType, classmethod, staticmethod, property)
+_DEEP = 3  # calls
 WHY = f"backward passes through it are differentiated again ({_NAME}=True), which those of a planned program cannot be"
 
 
@@ -76,14 +78,30 @@ class DifferentiatedAgain:
 
 
 def is_named(caller: types.FrameType | None, within: types.CodeType | None = None) -> bool:
-    """Whether code on the stack from here on, or code in the modules that it belongs to, says ``create_graph``."""
+    """Whether code on the stack from here on, code in the modules that it belongs to, or what that calls, says
+    ``create_graph``. What calls a part ``within`` a model are modules, and so may be what comes after it."""
     modules: dict[int, dict[str, Any]] = {}
+    classes = set[type]()
     for frame, root in _stack(caller, within):
         if root != "lowtide" and _says(frame.f_code):
             return True
         if root not in ("torch", "lowtide"):
             modules[id(frame.f_globals)] = frame.f_globals
-    return any(_says(function.__code__) for module in modules.values() for function in _functions(module))
+            owner = None if within is None else frame.f_locals.get("self")
+            classes.update(map(type, owner.modules() if isinstance(owner, nn.Module) else ()))
+    found = {function for module in modules.values() for function in _functions(module)}
+    found.update(each for kind in classes for base in kind.__mro__ for each in _methods(base) if not is_trusted(each))
+    latest = found
+    for _ in range(_DEEP):
+        if any(_says(function.__code__) for function in latest):
+            return True
+        latest = {each for function in latest for _, each in named_by(function) if _is_called(each)} - found
+        found |= latest
+    return False
+
+
+def _is_called(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and not is_trusted(value)
 
 
 def _place(caller: types.FrameType | None, within: types.CodeType | None) -> tuple[types.CodeType, int] | None:
@@ -99,6 +117,7 @@ def _stack(frame: types.FrameType | None, within: types.CodeType | None) -> Iter
         frame = frame.f_back
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _says(code: types.CodeType) -> bool:
     """Names of keyword arguments lie in a tuple among the constants."""
     constants = (constant for part in codes(code) for constant in part.co_consts)
@@ -109,7 +128,15 @@ def _functions(module: Mapping[str, Any]) -> Iterator[types.FunctionType]:
     """Those that a module defines, in classes as well."""
     name = module.get("__name__")
     for value in list(module.values()):
-        defined = vars(value).values() if isinstance(value, type) and value.__module__ == name else (value,)
-        for (each,) in map(parts_of, [one for one in defined if isinstance(one, _DEFINED)]):
-            if isinstance(each, types.FunctionType) and each.__module__ == name:
-                yield each
+        own_class = isinstance(value, type) and value.__module__ == name
+        yield from (each for each in (_methods(value) if own_class else _parts(value)) if each.__module__ == name)
+
+
+def _methods(kind: type) -> Iterator[types.FunctionType]:
+    for member in list(vars(kind).values()):
+        yield from _parts(member)
+
+
+def _parts(member: Any) -> Iterator[types.FunctionType]:
+    found = parts_of(member) if isinstance(member, _DEFINED) else ()
+    yield from (each for each in found if isinstance(each, types.FunctionType))
