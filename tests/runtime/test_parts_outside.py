@@ -380,6 +380,52 @@ def _peak_bytes(model: nn.Module, x: torch.Tensor) -> int:
     return lowtide.measure(lambda: model(x).backward()).peak_bytes
 
 
+class _DecidingLayers(nn.Module):
+    """A layer whose program depends on its data: in each call, or once it has been called ``planned`` times."""
+
+    def __init__(self, planned: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.planned = planned
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).exp().tanh()
+        self.calls += 1
+        if not self.planned or torch.any(self.calls > self.planned):
+            x = x if x.sum().item() < 1e30 else 2 * x
+        return x
+
+
+class _InLayers(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x).square().mean()
+        return y if y.item() < 1e30 else 2 * y
+
+
+@pytest.mark.parametrize("planned", [0, 1])
+def test_a_model_runs_online_where_no_part_runs_by_a_plan_any_more(
+    planned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether or not one did, and though it would free nothing to run it again."""
+    given, x = _InLayers(_DecidingLayers(planned)), torch.randn(512, WIDTH)
+    plain_bytes, model = _peak_bytes(copy.deepcopy(given), x), _equal_steps(given, x, steps=6, budget="60%")
+    assert model.forward.is_online and "on over its budget" not in caplog.text
+    assert _peak_bytes(model, x) <= 0.6 * plain_bytes
+
+
+def test_layers_run_again_where_no_part_runs_by_a_plan(caplog: pytest.LogCaptureFixture) -> None:
+    given, x = _InLayers(*(_DecidingLayers() for _ in range(4))), torch.randn(512, WIDTH)
+    plain_bytes, model = _peak_bytes(copy.deepcopy(given), x), _equal_steps(given, x, steps=4, budget="60%")
+    assert not model.forward.is_online and "run again in the backward pass" in caplog.text
+    assert _peak_bytes(model, x) <= 0.6 * plain_bytes
+
+
 class _Averaging(nn.Module):
     """Its only part is another program in every call: statistics are averages over all of them."""
 

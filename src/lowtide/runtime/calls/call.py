@@ -42,7 +42,7 @@ class ModelCall:
     see ``calls.step``. ``superseded``: whether its gradients are to leave in terms, see ``calls.waiting``.
     """
 
-    begun: ClassVar[int] = 0  # forward passes by plans, in this process
+    begun: ClassVar[int] = 0  # calls whose backward pass may come, in this process
 
     lowered: Lowered
     for_mask: ForMask
@@ -85,7 +85,6 @@ class ModelCall:
 
     def forward(self) -> list[torch.Tensor]:
         """Run the forward program; returns the forward outputs."""
-        ModelCall.begun += 1
         lowered, kept = self.lowered, self.lowered.program.kept
         if lowered.addresses is not None:
             lowered.addresses.reserve()
@@ -102,6 +101,7 @@ class ModelCall:
         self.versions, self.addresses = versions_of(self.inputs), addresses_of(self.inputs)
         self.constants = {v: _state_of(lowered.program.constants[v]) for v, _ in lowered.reads_constants}
         self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
+        ModelCall.begun += 1
         return outputs[:own]
 
     def _given(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""How much memory steps take that run as they are."""
+"""How much memory steps take that run as they are, or may come to."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.objects import structure
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.calls.result_hooks import tell
+from lowtide.runtime.parts.shared import SharedBudget
 
 
 class EagerSteps:
     """``peak_bytes``: the most that a step has allocated so far, above what was allocated when it began. A step begins with a
     call after a backward pass has ended, and ends with its last backward pass; 0 until one has ended. ``are_its_own``: whether
-    nothing else is seen in them: no gradients of what its arguments were computed from, and no passes by plans."""
+    nothing else is seen in them: no gradients of what its arguments were computed from, and no passes by plans but those of
+    its parts, which share ``shared``."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedBudget) -> None:
         self.peak_bytes = 0
         self.are_its_own = True
         self._window: PeakWindow | None = None
-        self._passes = 0  # by plans, when the step began
+        self._shared = shared
+        self._passes = 0  # by plans of others, when the step began
         self._ended = self._ending = False  # whether a backward pass has ended, and whether it is told of one's end
 
     def begin(self, device: torch.device) -> None:
@@ -29,7 +32,7 @@ class EagerSteps:
         if self._window is None or self._ended:
             if self._window is not None:
                 self._window.close()
-            meter, self._passes = meter_of(device), ModelCall.begun
+            meter, self._passes = meter_of(device), ModelCall.begun - len(self._shared.ran.pending())
             self._window = None if meter is None else PeakWindow(meter)
             self._ended = False
         self._ending = False  # also after a backward pass that failed
@@ -42,6 +45,7 @@ class EagerSteps:
         tell(result, self._in_backward)
 
     def _in_backward(self, _: torch.Tensor) -> None:
+        self._shared.in_backward()
         if not self._ending and self._window is not None:
             self._ending = True
             torch.autograd.Variable._execution_engine.queue_callback(self._note)
@@ -51,4 +55,4 @@ class EagerSteps:
         if self._window is not None:
             self._ended = True
             self.peak_bytes = max(self.peak_bytes, self._window.peak_bytes)
-            self.are_its_own &= self._passes == ModelCall.begun
+            self.are_its_own &= self._passes == ModelCall.begun - len(self._shared.ran)

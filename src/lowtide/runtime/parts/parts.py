@@ -213,7 +213,7 @@ class Parts:
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self._calls = self._steps = 0
         self._paused = self._is_hopeless = False
-        self._eager = EagerSteps()
+        self._eager = EagerSteps(self.shared)
         self.backward = BackwardCalls(self.shared, self._standing)
         self.device = device_of(model_state(model).tensors)
         self._has_any = can_run_in_parts(model)
@@ -252,7 +252,7 @@ class Parts:
             what = "plans alone do not meet the budget: from the next step on, %s run again in the backward pass"
             _LOG.warning(what, named(chosen))
         is_seen = self._eager.are_its_own and self._eager.peak_bytes > 0
-        self._is_hopeless = is_seen and not (chosen or self.planned() or self.backward.may_be)
+        self._is_hopeless = is_seen and not (chosen or self.shared.ran or self.backward.may_be)
         return bool(chosen) or self._is_hopeless
 
     def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
@@ -276,7 +276,7 @@ class Parts:
     def online_bytes(self, arguments: Any) -> int | None:
         """The budget of the model, called with these ``arguments``, where none of it can be planned, its steps are its own, and
         one exceeds it. One in percent is of the largest step; one in bytes holds at once where there is no submodule to try."""
-        if self._calls or self.planned():
+        if self._calls or (self.planned() and not self._is_hopeless):
             return None
         peak_bytes, at_once = self._eager.peak_bytes, not (self._has_any or is_percentage(self.shared.settings.given))
         self._eager.given(arguments)
@@ -313,8 +313,7 @@ class Parts:
                 "with all of a step inside: %s",
                 type(self.model).__name__, self.why,
             )  # fmt: skip
-        if not self.planned():
-            self._eager.begin(self.device)
+        self._eager.begin(self.device)
         self._calls += 1
         try:
             with self.shared.call(self.device), self._standing():
