@@ -52,11 +52,11 @@ _AS_IT_IS = (OPTIMIZER_TARGET, FETCH_STATE_TARGET, SEND_GRADIENT_TARGET)
 class Lowered:
     """``step(inputs, tangents, write_back)`` is the generator above; ``inputs`` and ``tangents`` are lists that it empties.
 
-    ``write_back`` is false when a forward pass is run again and buffers have their new values already. ``gradient_groups[i]``
-    names the gradients of the i-th yield after the forward outputs; ``terms`` are, for each gradient, the flat input that it is
-    of, and how many terms of the same came before it. ``tangents`` are the values of the gradients that arrive;
-    ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not update,
-    ``reads_after`` those of them that its backward pass reads, themselves or views of them, ``reads_again`` those that
+    ``write_back`` is false when a forward pass is run again: buffers have their new values, and checks their answers, already.
+    ``gradient_groups[i]`` names the gradients of the i-th yield after the forward outputs; ``terms`` are, for each gradient,
+    the flat input that it is of, and how many terms of the same came before it. ``tangents`` are the values of the gradients
+    that arrive; ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not
+    update, ``reads_after`` those of them that its backward pass reads, themselves or views of them, ``reads_again`` those that
     operators of the forward pass read again in it, and ``reads_outputs`` the forward outputs that it reads; ``reads_constants``
     are the constants that the forward pass reads, each with whether the backward pass does; ``writes`` the flat inputs that the
     former updates. ``inner`` are forward outputs that others are computed from. ``addresses``: where what is allocated goes, if
@@ -211,7 +211,7 @@ class _Generator:
         arguments = [self._argument(a) for a in call.args]
         arguments += [f"{name}={self._argument(a)}" for name, a in kwargs.items()]
         target, arguments, condition = self.drawing.due(op_id, target, arguments)
-        condition = "if write_back: " if call.target is targets.update else condition
+        condition = "if write_back: " if call.target in (targets.update, targets.expect) else condition
         begun = getattr(target, "begin", None) if self.beside and op.collective and into is None else None
         call_of = f"{self._constant(target if begun is None else begun)}({', '.join(arguments)})"
         if begun is None:
