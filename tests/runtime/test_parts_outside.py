@@ -366,15 +366,6 @@ def test_where_nothing_can_be_planned_the_model_runs_online(caplog: pytest.LogCa
         assert _peak_bytes(model, x) <= 0.6 * plain_bytes
 
 
-def test_nothing_of_it_can_be_planned_and_its_steps_are_not_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    """What comes before it is not in the step: it runs as without a plan."""
-    model, first = _Layers(), nn.Linear(WIDTH, WIDTH)
-    lowtide.rematerialize(model, (torch.randn(32, WIDTH),), budget="60%")
-    for _ in range(4):
-        model(first(torch.randn(32, WIDTH))).backward()
-    assert not model.forward.is_online and "_Layers runs without a plan, whatever the budget" in caplog.text
-
-
 def _peak_bytes(model: nn.Module, x: torch.Tensor) -> int:
     model.zero_grad()
     return lowtide.measure(lambda: model(x).backward()).peak_bytes
@@ -424,6 +415,19 @@ def test_layers_run_again_where_no_part_runs_by_a_plan(caplog: pytest.LogCapture
     plain_bytes, model = _peak_bytes(copy.deepcopy(given), x), _equal_steps(given, x, steps=4, budget="60%")
     assert not model.forward.is_online and "run again in the backward pass" in caplog.text
     assert _peak_bytes(model, x) <= 0.6 * plain_bytes
+
+
+@pytest.mark.parametrize("budget", ["60%", 40_000])
+@pytest.mark.parametrize("make", [lambda: _Layers(), lambda: _InLayers(_DecidingLayers())])
+def test_nothing_of_it_can_be_planned_and_its_steps_are_not_its_own(
+    make: Callable[[], nn.Module], budget: int | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What comes before it is not in the step: it runs as without a plan."""
+    model, first = make(), nn.Linear(WIDTH, WIDTH)
+    lowtide.rematerialize(model, (torch.randn(32, WIDTH),), budget=budget)
+    for _ in range(4):
+        model(first(torch.randn(32, WIDTH))).backward()
+    assert not model.forward.is_online and "runs without a plan, whatever the budget" in caplog.text
 
 
 class _Averaging(nn.Module):

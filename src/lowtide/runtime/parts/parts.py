@@ -212,7 +212,7 @@ class Parts:
         self.watch = OutsideWatch(self.shared)
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self._calls = self._steps = 0
-        self._paused = self._is_hopeless = False
+        self._paused = self._is_hopeless = self._is_unplanned = False
         self._eager = EagerSteps(self.shared)
         self.backward = BackwardCalls(self.shared, self._standing)
         self.device = device_of(model_state(model).tensors)
@@ -244,7 +244,7 @@ class Parts:
         return found
 
     def _run_more_again(self, missing_bytes: int) -> bool:
-        """Whether more submodules that are no parts, or the whole model online, run again, as plans alone do not fit."""
+        """Plans alone do not fit: whether more submodules, or all of the model, run again, or nothing is planned, as was said."""
         chosen = self.watch.to_run_again(missing_bytes)
         for part in self._parts.values():
             part.runs_again = part.runs_again or part.name in chosen
@@ -253,7 +253,7 @@ class Parts:
             _LOG.warning(what, named(chosen))
         is_seen = self._eager.are_its_own and self._eager.peak_bytes > 0
         self._is_hopeless = is_seen and not (chosen or self.shared.ran or self.backward.may_be)
-        return bool(chosen) or self._is_hopeless
+        return bool(chosen) or self._is_hopeless or self._is_unplanned
 
     def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
         return with_siblings(passes, {id(part): part for part in self._parts.values() if part.may_run}, self._in_order)
@@ -307,7 +307,8 @@ class Parts:
         self.backward.leave()
         self._steps += not self.shared.unlike  # to the one before, in which parts ran as they are
         known = self._steps == 1 + self._has_any  # whether anything of it can be planned, or held to the budget
-        if known and not (self.planned() or self._eager.are_its_own):
+        self._is_unplanned = (known or self._is_unplanned) and not (self.planned() or self._eager.are_its_own)
+        if known and self._is_unplanned:
             _LOG.warning(
                 "%s runs without a plan, whatever the budget: nothing of it can be planned. lowtide.online takes any program, "
                 "with all of a step inside: %s",
