@@ -244,7 +244,7 @@ class Parts:
         return found
 
     def _run_more_again(self, missing_bytes: int) -> bool:
-        """Plans alone do not fit: whether more submodules, or all of the model, run again, or nothing is planned, as was said."""
+        """Plans alone do not fit: whether more submodules, or all modules, run again, or nothing is planned, as was told."""
         chosen = self.watch.to_run_again(missing_bytes)
         for part in self._parts.values():
             part.runs_again = part.runs_again or part.name in chosen
