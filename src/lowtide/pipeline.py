@@ -27,7 +27,7 @@ from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import Outside, program_device
 from lowtide.progress import Progress, report
-from lowtide.settings import Settings, is_brief, searches
+from lowtide.settings import Settings, searches
 from lowtide.sharing import Member, Planning, Share
 from lowtide.sharing.agreement import agreed_plan, several_processes
 from lowtide.sharing.assignment import as_alone
@@ -288,8 +288,8 @@ def _searched(request: PlanRequest, on_progress: Progress | None = None) -> Plan
 
 
 def _first_plan(request: PlanRequest) -> Plan | None:
-    """What was found for ``request`` before, or else a plan at once that the search goes on from; ``None`` where no plan at all
-    can be had, or the search takes no longer than a process takes to start. Raises ``InfeasibleBudgetError``."""
+    """What was found for ``request`` before, or else a plan at once that the search goes on from; ``None`` where none is within
+    the budget, or the search takes no longer than a process takes to start."""
     if len(request.graph.ops) <= _FEW_OPS or working_set_bound(request.graph, request.costs) > request.budget_bytes:
         return None
     quick = dataclasses.replace(request, planner=FIRST_PLANNER)
@@ -298,9 +298,7 @@ def _first_plan(request: PlanRequest) -> Plan | None:
         return known
     try:
         return (begun or quick.make()).begun()
-    except InfeasibleBudgetError:
-        if searches(request.planner) or is_brief(request.planner):  # no budget is met that a first plan does not meet
-            raise
+    except InfeasibleBudgetError:  # where the search may know a lower one, and names the least
         return None
 
 

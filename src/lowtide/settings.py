@@ -123,10 +123,5 @@ class Settings:
 
 def searches(planner: str) -> bool:
     """Whether a planner goes on searching after a first plan."""
-    return isinstance(get_planner(planner), Auto) and not is_brief(planner)
-
-
-def is_brief(planner: str) -> bool:
-    """Whether it is ``auto``, which meets the budgets that a first plan meets, and searches little beyond that."""
     chosen = get_planner(planner)
-    return isinstance(chosen, Auto) and chosen.effort <= 1
+    return isinstance(chosen, Auto) and chosen.effort > 1
