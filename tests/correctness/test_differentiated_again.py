@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +174,14 @@ def test_code_that_is_called_names_it(how: str) -> None:
         assert not is_named(_alone(module["train"]()))
         module["penalty"] = other.penalty
     assert is_named(_alone(module["train"]()))
+
+
+def test_looking_at_variables_of_callers_keeps_nothing() -> None:
+    held = torch.zeros(3)
+    there = weakref.ref(held)
+    is_named(sys._getframe(), _alone.__code__)
+    del held
+    assert there() is None
 
 
 def _alone(frame: Any) -> Any:

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import enum
 import functools
+import inspect
 import logging
 import random
 import struct
@@ -80,7 +81,18 @@ def _namespace(value: Any) -> tuple[Any, ...]:
 
 def _state_of_generator(value: Any) -> tuple[Any, ...]:
     frame = value.gi_frame
-    return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
+    return () if frame is None else (frame.f_lasti, *variables(frame).values())
+
+
+def variables(frame: types.FrameType) -> dict[str, Any]:
+    """What code that runs, or waits, has in its variables. The snapshot that Python takes of them is emptied: it would keep
+    what it holds as long as that code goes on."""
+    found = frame.f_locals
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or type(found) is not dict:
+        return dict(found)
+    taken = found.copy()
+    found.clear()
+    return taken
 
 
 def _items_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:

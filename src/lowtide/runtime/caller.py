@@ -6,13 +6,13 @@ It lies among the attributes of the module that was planned. A copy of these att
 
 from __future__ import annotations
 
-import inspect
 import types
 from typing import Any
 
 from torch import nn
 
 from lowtide.errors import ExecutionError
+from lowtide.objects.walk import variables
 
 
 def calling(frame: types.FrameType) -> types.FrameType:
@@ -28,11 +28,9 @@ def copied_module(planned: Any, model: nn.Module | None, frame: types.FrameType)
     The code of ``nn.Module``, and methods of modules, say so by their ``self``. Raises ``ExecutionError`` where other code has
     such a copy in a variable: it may be for either.
     """
-    variables = frame.f_locals
-    caller = variables.get("self")
-    named = [caller] if isinstance(caller, nn.Module) else [*variables.values()]
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict:
-        variables.clear()  # a snapshot, which would keep what it holds as long as the function runs
+    known = variables(frame)
+    caller = known.get("self")
+    named = [caller] if isinstance(caller, nn.Module) else known.values()
     copied = next((one for one in named if has_copied(one, planned, model)), None)
     if copied is None or copied is caller:
         return copied

@@ -19,6 +19,7 @@ from torch import nn
 
 from lowtide.capture.python_state.code.code_names import codes, is_trusted, named_by, parts_of
 from lowtide.objects import structure
+from lowtide.objects.walk import variables
 
 _LOG = logging.getLogger(__name__)
 _NAME = "create_graph"
@@ -87,7 +88,7 @@ def is_named(caller: types.FrameType | None, within: types.CodeType | None = Non
             return True
         if root not in ("torch", "lowtide"):
             modules[id(frame.f_globals)] = frame.f_globals
-            owner = None if within is None else frame.f_locals.get("self")
+            owner = None if within is None else variables(frame).get("self")
             classes.update(map(type, owner.modules() if isinstance(owner, nn.Module) else ()))
     found = {function for module in modules.values() for function in _functions(module)}
     found.update(each for kind in classes for base in kind.__mro__ for each in _methods(base) if not is_trusted(each))
