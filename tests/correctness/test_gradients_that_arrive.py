@@ -159,7 +159,7 @@ def test_memory_that_runs_out_after_they_were_let_go_of() -> None:
     model, plain = prepared(large, _inputs, _least(large)), make(large)
     assert _owned(model) == [True]
     with contextlib.ExitStack() as ends:
-        hook = model.body[6].weight.register_post_accumulate_grad_hook(
+        hook = model.body[3].weight.register_post_accumulate_grad_hook(
             lambda _: ends.enter_context(memory_of(-64 << 10))
         )
         ends.callback(hook.remove)
