@@ -153,13 +153,15 @@ def test_a_shape_that_does_not_fit_by_itself_is_refused() -> None:
         model(torch.randn(4 * _ROWS, _WIDTH))
 
 
-def test_memory_that_runs_out_after_they_were_let_go_of() -> None:
-    """That pass cannot run again, and says so; the next one is eager's."""
+@pytest.mark.parametrize("after", ["head.weight", "body.6.weight"])
+def test_memory_that_runs_out_after_they_were_let_go_of(after: str) -> None:
+    """That pass cannot run again, and says so; the next one is eager's. When the gradient of the head leaves, there is what was
+    written over the one that arrived."""
     large = functools.partial(Classifier, 256)  # so that gradients leave one by one
     model, plain = prepared(large, _inputs, _least(large)), make(large)
     assert _owned(model) == [True]
     with contextlib.ExitStack() as ends:
-        hook = model.body[3].weight.register_post_accumulate_grad_hook(
+        hook = model.get_parameter(after).register_post_accumulate_grad_hook(
             lambda _: ends.enter_context(memory_of(-64 << 10))
         )
         ends.callback(hook.remove)

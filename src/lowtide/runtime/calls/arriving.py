@@ -90,7 +90,7 @@ class Tangents:
 
     def __init__(self, lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> None:
         self._kept: list[torch.Tensor] | None = prepared(lowered, gradients)
-        self._known = [weakref.ref(tensor) for tensor in self._kept]
+        self._known = [(weakref.ref(tensor), tensor._version) for tensor in self._kept]
         self._owned = owns_tangents(lowered.program.graph)
 
     def handed(self) -> list[torch.Tensor]:
@@ -102,8 +102,8 @@ class Tangents:
         return found
 
     def keep(self) -> bool:
-        """Keep them for the program to begin again, if it has let go of none of them."""
-        found = [tensor for one in self._known if (tensor := one()) is not None]
+        """Keep them for the program to begin again, if it has let go of none of them, and written over none."""
+        found = [one for known, version in self._known if (one := known()) is not None and one._version == version]
         if len(found) < len(self._known):
             return False
         self._kept = found
