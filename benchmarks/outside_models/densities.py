@@ -1,4 +1,4 @@
-"""Densities, codebooks, diffusion, tables and series."""
+"""Densities, codebooks, diffusion, tables, recommendations and series."""
 
 from __future__ import annotations
 
@@ -213,3 +213,64 @@ def hyperbolic_network() -> Sample:
             return distances.mean()
 
     return Network(), (torch.randn(128, 32),), {}
+
+
+@outside("FrEIA")
+def invertible_blocks() -> Sample:
+    from FrEIA.framework import SequenceINN
+    from FrEIA.modules import AllInOneBlock
+
+    def network(wide: int, out: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(wide, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, out))
+
+    class Flow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flow = SequenceINN(16)
+            for _ in range(6):
+                self.flow.append(AllInOneBlock, subnet_constructor=network, permute_soft=True)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            z, determinant = self.flow(x)
+            return (0.5 * z.square().sum(1) - determinant).mean()
+
+    return Flow(), (torch.randn(128, 16),), {}
+
+
+@outside("deepctr-torch")
+def interest_network() -> Sample:
+    """Recommendations by a history of items, as many as there are."""
+    from deepctr_torch.inputs import DenseFeat, SparseFeat, VarLenSparseFeat
+    from deepctr_torch.models import DIN
+
+    history = SparseFeat("hist_item", 30, embedding_dim=8, embedding_name="item")
+    columns = [SparseFeat("user", 10, embedding_dim=8), SparseFeat("item", 30, embedding_dim=8), DenseFeat("score", 1)]
+    columns += [VarLenSparseFeat(history, 10, length_name="seq_length")]
+    model = DIN(columns, ["item"], dnn_dropout=0.1, att_weight_normalization=True, device="cpu")
+    ranges = ((0, 10, 1), (1, 30, 1), (0, 2, 1), (1, 30, 10), (1, 10, 1))
+    return model, (torch.cat([torch.randint(low, high, (64, wide)) for low, high, wide in ranges], 1).float(),), {}
+
+
+@outside("rtdl_revisiting_models")
+def table_transformer() -> Sample:
+    from rtdl_revisiting_models import FTTransformer
+
+    sizes = {"n_cont_features": 12, "cat_cardinalities": [4, 7], "d_out": 1, "n_blocks": 3, "d_block": 64}
+    dropout = {"attention_dropout": 0.2, "ffn_dropout": 0.1, "residual_dropout": 0.1}
+    hidden = {"attention_n_heads": 4, "ffn_d_hidden": None, "ffn_d_hidden_multiplier": 4 / 3}
+    categories = torch.stack([torch.randint(0, 4, (64,)), torch.randint(0, 7, (64,))], 1)
+    return FTTransformer(**sizes, **hidden, **dropout), (torch.randn(64, 12), categories), {}
+
+
+@outside("diffusers")
+def conditional_unet() -> Sample:
+    from diffusers import UNet2DConditionModel
+
+    blocks = {
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
+    sizes = {"sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 32}
+    model = UNet2DConditionModel(**sizes, **blocks, attention_head_dim=8, norm_num_groups=8, dropout=0.1)
+    given = {"encoder_hidden_states": torch.randn(2, 8, 32), "return_dict": False}
+    return model, (torch.randn(2, 4, 16, 16), torch.tensor([3, 7])), given

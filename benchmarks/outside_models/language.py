@@ -301,3 +301,33 @@ def block_of_memory() -> Sample:
             return x
 
     return Network(), (torch.randn(2, 64, 64),), {}
+
+
+@outside("mega-pytorch")
+def mega() -> Sample:
+    """Moving averages by Fourier transforms."""
+    from mega_pytorch import Mega
+
+    sizes = {"num_tokens": 200, "dim": 64, "depth": 3, "ema_heads": 8, "attn_dim_qk": 16, "attn_dim_value": 64}
+    return Mega(**sizes, laplacian_attn_fn=True), (tokens(2, 128),), {}
+
+
+@outside("hourglass-transformer-pytorch")
+def hourglass() -> Sample:
+    """Sequences that are shortened and lengthened again."""
+    from hourglass_transformer_pytorch import HourglassTransformerLM
+
+    sizes = {"num_tokens": 200, "dim": 64, "max_seq_len": 128, "heads": 4, "dim_head": 16, "depth": (2, 2, 2)}
+    kind = {"shorten_factor": 2, "attn_resampling": True, "updown_sample_type": "linear", "causal": True}
+    return HourglassTransformerLM(**sizes, **kind), (tokens(2, 128),), {}
+
+
+@outside("infini-transformer-pytorch")
+def infini_transformer() -> Sample:
+    """Segments that hand memories on, detached every other time; positions that are cached."""
+    from infini_transformer_pytorch import InfiniTransformer, InfiniTransformerWrapper
+
+    sizes = {"num_tokens": 200, "dim": 64, "depth": 2, "dim_head": 16, "heads": 4}
+    model = InfiniTransformer(**sizes, use_mem_delta_rule=True)
+    wrapper = InfiniTransformerWrapper(model, segment_length=32, detach_mems_every_num_segments=2)
+    return wrapper, (tokens(2, 128),), {}

@@ -1,12 +1,14 @@
-"""Graphs, molecules, differential equations, spikes, transforms."""
+"""Graphs, molecules and their potentials, differential equations, spikes, transforms."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.outside_models.language import tokens
 from benchmarks.outside_models.register import outside
 from benchmarks.zoo import Sample, image
 
@@ -204,3 +206,96 @@ def spiking_network() -> Sample:
             return torch.stack(found)
 
     return Network(), (torch.randn(64, 64),), {}
+
+
+@outside("En-transformer")
+def equivariant_transformer() -> Sample:
+    """Neighbours by distances."""
+    from en_transformer import EnTransformer
+
+    model = EnTransformer(dim=64, depth=3, dim_head=32, heads=4, neighbors=8)
+    return model, (torch.randn(2, 32, 64), torch.randn(2, 32, 3)), {"mask": torch.ones(2, 32).bool()}
+
+
+@outside("equiformer-pytorch")
+def equiformer() -> Sample:
+    """Representations of the rotations, by tables that are read from files."""
+    from equiformer_pytorch import Equiformer
+
+    sizes = {
+        "num_tokens": 24,
+        "dim": (4, 4, 2),
+        "dim_head": (4, 4, 4),
+        "heads": (2, 2, 2),
+        "num_degrees": 3,
+        "depth": 2,
+    }
+    model = Equiformer(**sizes, attend_self=True, reduce_dim_out=True, num_neighbors=4)
+    return model, (tokens(1, 16, 24), torch.randn(1, 16, 3), torch.ones(1, 16).bool()), {}
+
+
+@outside("torchcde")
+def neural_cde() -> Sample:
+    """A differential equation that a spline drives."""
+    import torchcde
+
+    class Field(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 16 * 4)
+
+        def forward(self, _: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(z).relu()).tanh().view(*z.shape[:-1], 16, 4)
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.field, self.first, self.last = Field(), nn.Linear(4, 16), nn.Linear(16, 1)
+
+        def forward(self, coefficients: torch.Tensor) -> Any:
+            path = torchcde.CubicSpline(coefficients)
+            given = {"z0": self.first(path.evaluate(path.interval[0])), "t": path.interval, "adjoint": False}
+            z = torchcde.cdeint(X=path, func=self.field, method="rk4", options={"step_size": 0.5}, **given)
+            return self.last(z[:, -1])
+
+    walks = torch.randn(32, 20, 4).cumsum(1)
+    return Network(), (torchcde.hermite_cubic_coefficients_with_backward_differences(walks),), {}
+
+
+@outside("mace-torch")
+def molecular_potential() -> Sample:
+    """Forces: gradients of an energy, in a function of another file, which are differentiated again."""
+    from e3nn import o3
+    from mace.modules import MACE, interaction_classes
+
+    kinds = {
+        "interaction_cls": interaction_classes["RealAgnosticResidualInteractionBlock"],
+        "interaction_cls_first": interaction_classes["RealAgnosticInteractionBlock"],
+    }
+    shapes = {"hidden_irreps": o3.Irreps("8x0e+8x1o"), "MLP_irreps": o3.Irreps("8x0e"), "max_ell": 2, "correlation": 2}
+    radial = {"r_max": 5.0, "num_bessel": 4, "num_polynomial_cutoff": 5, "avg_num_neighbors": 8.0}
+    atoms = {"num_elements": 2, "atomic_energies": np.zeros(2), "atomic_numbers": [1, 8]}
+    mace = MACE(**kinds, **shapes, **radial, **atoms, num_interactions=2, gate=nn.functional.silu)
+
+    class Potential(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mace = mace
+
+        def forward(self, molecule: dict[str, torch.Tensor]) -> Any:
+            found = self.mace(dict(molecule), training=True)
+            return found["energy"].square().mean() + found["forces"].square().mean()
+
+    edges = torch.stack(torch.where(~torch.eye(16, dtype=torch.bool)))
+    shifts = torch.zeros(edges.shape[1], 3)
+    molecule = {
+        "positions": torch.randn(16, 3) * 2,
+        "node_attrs": nn.functional.one_hot(torch.randint(0, 2, (16,)), 2).float(),
+        "edge_index": edges,
+        "shifts": shifts,
+        "unit_shifts": shifts,
+        "cell": torch.zeros(3, 3),
+        "batch": torch.zeros(16, dtype=torch.long),
+        "ptr": torch.tensor([0, 16]),
+    }
+    return Potential(), (molecule,), {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from benchmarks.outside_models.language import tokens
 from benchmarks.outside_models.register import outside
 from benchmarks.zoo import Sample, image
 
@@ -231,3 +232,29 @@ def x_clip() -> Sample:
     switches = {"use_all_token_embeds": True, "decoupled_contrastive_learning": True, "use_mlm": True}
     model = CLIP(**text, **seen, visual_heads=4, visual_patch_dropout=0.5, **switches)
     return model, (torch.randint(0, 200, (4, 32)), image(4, 32)), {"return_loss": True, "freeze_image_encoder": False}
+
+
+@outside("perceiver-pytorch")
+def perceiver() -> Sample:
+    """Layers that share their weights, found by a cache of keys."""
+    from perceiver_pytorch import Perceiver
+
+    heads = {"cross_heads": 1, "latent_heads": 4, "cross_dim_head": 16, "latent_dim_head": 16}
+    sizes = {"num_freq_bands": 4, "max_freq": 10.0, "depth": 3, "num_latents": 32, "latent_dim": 64, "num_classes": 10}
+    dropout = {"attn_dropout": 0.1, "ff_dropout": 0.1}
+    model = Perceiver(input_channels=3, input_axis=2, weight_tie_layers=True, **sizes, **heads, **dropout)
+    return model, (torch.randn(4, 32, 32, 3),), {}
+
+
+@outside("coca-pytorch")
+def captions() -> Sample:
+    """A hook that each call takes off and puts on again, patches dropped at random."""
+    from coca_pytorch.coca_pytorch import CoCa
+    from vit_pytorch.extractor import Extractor
+    from vit_pytorch.simple_vit_with_patch_dropout import SimpleViT
+
+    sizes = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 64, "depth": 2, "heads": 4, "mlp_dim": 128}
+    encoder = Extractor(SimpleViT(**sizes, patch_dropout=0.5), return_embeddings_only=True, detach=False)
+    depths = {"unimodal_depth": 2, "multimodal_depth": 2, "dim_head": 16, "heads": 4}
+    model = CoCa(dim=64, img_encoder=encoder, image_dim=64, num_tokens=200, **depths)
+    return model, (tokens(2, 32), image(2, 32)), {"return_loss": True}

@@ -13,6 +13,7 @@ import torch
 from lowtide.capture.python_state.code.code_names import is_trusted
 from lowtide.errors import ExecutionError
 from lowtide.objects import structure
+from lowtide.objects.walk import variables
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # with the inputs whose gradients are asked for
 
@@ -50,7 +51,7 @@ def _is_asked_for(result: torch.Tensor) -> bool:
         caller: FrameType | None = frame
         while caller is not None:
             if caller.f_code is _ENGINE:
-                given = caller.f_locals.get("args", ())
+                given = variables(caller).get("args", ())
                 if any(asked is result for asked in (given[3] if len(given) > 3 else ())):
                     return True
             caller = caller.f_back

@@ -244,7 +244,7 @@ class Parts:
         return found
 
     def _run_more_again(self, missing_bytes: int) -> bool:
-        """Plans alone do not fit: whether more submodules, or all modules, run again, or nothing is planned, as was told."""
+        """As plans alone do not fit, whether more submodules run again, all runs online, or without a plan, as the log said."""
         chosen = self.watch.to_run_again(missing_bytes)
         for part in self._parts.values():
             part.runs_again = part.runs_again or part.name in chosen

@@ -45,11 +45,9 @@ class File(NamedTuple):
             found = os.stat(self.path)
         except OSError:
             return None
-        return (
-            (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
-            if self.whole
-            else stat.S_IFMT(found.st_mode)
-        )
+        if not self.whole:
+            return stat.S_IFMT(found.st_mode)
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 class Search(NamedTuple):
