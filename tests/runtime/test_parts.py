@@ -913,7 +913,7 @@ def test_parts_of_what_was_planned_as_a_whole_begin_with_its_budget() -> None:
     while runtime.parts is None:
         whole = max([whole, *(plan.budget_bytes for plan in lowtide.plans(model))])
         peak = lowtide.measure(lambda: model(tokens).backward()).peak_bytes
-    assert peak <= whole <= runtime.parts.shared.granted_bytes
+    assert peak <= whole <= runtime.parts.shared.budget.granted_bytes
 
 
 class _TwoResults(nn.Module):

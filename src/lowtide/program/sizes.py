@@ -40,6 +40,11 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({memory_of(part): part.untyped_storage().nbytes() for part in held}.values())
 
 
+def strided_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the elements of those tensors that have strides."""
+    return sum(one.nbytes for one in tensors if one.layout is torch.strided and not one.is_nested)
+
+
 def byte_costs(program: Program) -> Costs:
     """Costs in which nothing but storages counts."""
     none = [0] * len(program.graph.ops)

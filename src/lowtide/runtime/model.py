@@ -223,7 +223,7 @@ class Rematerialized(Planned):
             return
         self.parts = self.parts or Parts(self.model, self.settings, error)
         self._was_whole = self.parts.shared.must_fit = changes
-        self.parts.shared.granted_bytes = max(self.parts.shared.granted_bytes, self._granted())
+        self.parts.shared.budget.granted_bytes = max(self.parts.shared.budget.granted_bytes, self._granted())
         if self._arenas:  # beside it the parts would exceed the budget
             self.begin_anew()
         if always:

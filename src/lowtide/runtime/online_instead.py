@@ -15,6 +15,7 @@ import torch
 from lowtide.budget import is_percentage
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.objects import structure
+from lowtide.program.sizes import strided_bytes
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.online_calls import OnlineCalls
 from lowtide.settings import Settings
@@ -42,7 +43,7 @@ class OnlineInstead:
 
     def watch(self, inputs: Sequence[torch.Tensor], states: int) -> None:
         """A call with these flat inputs may run by a plan, the first ``states`` of which are the model's."""
-        self._largest_bytes = max(self._largest_bytes, _bytes(inputs[states:]))
+        self._largest_bytes = max(self._largest_bytes, strided_bytes(inputs[states:]))
         self._are_its_own &= self._passes in (None, ModelCall.begun)
 
     def called(self) -> None:
@@ -90,8 +91,4 @@ class OnlineInstead:
     def wants_plan(self, arguments: Any) -> bool:
         """Whether a call is larger than all that were planned, so that a budget in percent has to grow with it."""
         larger = self._grows and self.budget_bytes > 0
-        return larger and _bytes(structure.flatten(arguments)[0]) > self._largest_bytes
-
-
-def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(one.nbytes for one in tensors if one.layout is torch.strided and not one.is_nested)
+        return larger and strided_bytes(structure.flatten(arguments)[0]) > self._largest_bytes

@@ -24,13 +24,15 @@ class Constraint:
     """One point of the step, at which all that is held must fit into the budget.
 
     ``base_bytes`` are held by no member. ``running`` is the member that runs its forward or ``backward`` pass, ``saved`` are
-    those that hold what they saved (as often as they ran). Members are counted from 0; -1 stands for none.
+    those that hold what they saved (as often as they ran). Members are counted from 0; -1 stands for none. ``released_bytes``
+    of the base are there for members alone, which hold their arguments: plain PyTorch would have let them go.
     """
 
     base_bytes: int
     running: int
     backward: bool
     saved: tuple[int, ...]
+    released_bytes: int = 0
 
     def total_bytes(self, footprints: Sequence[Footprint]) -> int:
         total = self.base_bytes + sum(footprints[member].saved_bytes for member in self.saved)
@@ -59,23 +61,32 @@ def peak_bytes(constraints: Iterable[Constraint], footprints: Sequence[Footprint
     return max(constraint.total_bytes(footprints) for constraint in constraints)
 
 
+def plain_peak_bytes(constraints: Iterable[Constraint], members: Sequence[Member]) -> int:
+    """The peak of the whole step without plans."""
+    footprints = [member.keep_all for member in members]
+    return max(constraint.total_bytes(footprints) - constraint.released_bytes for constraint in constraints)
+
+
 def sequential_constraints(
     order: Sequence[int],
     bases: Sequence[tuple[int, int]],
     gradients: Sequence[int],
     waiting: Sequence[Sequence[int]] | None = None,
+    released: Sequence[int] | None = None,
 ) -> list[Constraint]:
     """Of a step that runs the members in ``order`` (a member may come several times), and backward in reverse.
 
     For each run, ``bases`` are the bytes that no member holds in its forward and in its backward pass, and ``gradients``
     the bytes that later runs have left when its backward pass begins. ``waiting`` are the places in ``order`` of the runs that
     hold what they saved meanwhile: all before it, unless some have both of their passes within the backward pass of the step.
+    ``released``: of the bases, what each run alone holds of its arguments.
     """
-    found = []
+    found, let_go = [], [0] * len(bases) if released is None else released
     for index, (forward, backward) in enumerate(bases):
-        saved = tuple(order[:index]) if waiting is None else tuple(order[place] for place in waiting[index])
-        found.append(Constraint(forward, order[index], False, saved))
-        found.append(Constraint(backward + gradients[index], order[index], True, saved))
+        places = range(index) if waiting is None else waiting[index]
+        saved, before = tuple(order[place] for place in places), sum(let_go[place] for place in places)
+        found.append(Constraint(forward, order[index], False, saved, before))
+        found.append(Constraint(backward + gradients[index], order[index], True, saved, before + let_go[index]))
     return found
 
 
@@ -136,13 +147,18 @@ class Member:
         return max(self.keep_all.saved_bytes - self.output_bytes, 0)
 
     @functools.cached_property
-    def held_bytes(self) -> int:
-        """Bytes of the call's own tensors that its backward pass does not read: where PyTorch lets them go, a program that may
-        run again holds them."""
-        graph, program = self.program.graph, self.program
-        given = {value for value in program.inputs[len(program.state_names) :] if value is not None}
+    def held_inputs(self) -> tuple[int, ...]:
+        """Flat inputs that are no state and that its backward pass does not read without recomputation: where PyTorch lets them
+        go, a program that may run again holds them."""
+        graph, first = self.program.graph, len(self.program.state_names)
         read = {graph.values[value].storage for op in graph.ops[graph.forward_ops :] for value in op.inputs}
-        return self._bytes_of(value for value in given if graph.values[value].storage not in read)
+        given = enumerate(self.program.inputs[first:], first)
+        return tuple(i for i, value in given if value is not None and graph.values[value].storage not in read)
+
+    @functools.cached_property
+    def held_bytes(self) -> int:
+        """Bytes of ``held_inputs``."""
+        return self._bytes_of(value for i in self.held_inputs if (value := self.program.inputs[i]) is not None)
 
     @functools.cached_property
     def arriving_bytes(self) -> int:

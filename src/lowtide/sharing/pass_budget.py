@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 from torch import nn
 
 from lowtide.budget import is_percentage, parse_budget
@@ -10,7 +13,7 @@ from lowtide.ir import Costs
 from lowtide.program import Program
 from lowtide.program.sizes import Outside, check_device, outside_of
 from lowtide.settings import Settings
-from lowtide.sharing.constraints import Member
+from lowtide.sharing.constraints import Constraint, Member, plain_peak_bytes
 from lowtide.sharing.in_flight import Calls
 
 
@@ -37,16 +40,26 @@ def pass_budget(
     return max(total - outside.bytes, least, 1), outside
 
 
-def shared_budget(
-    settings: Settings, outside: Outside, granted_bytes: int, unconstrained_bytes: int
-) -> tuple[int, int]:
-    """Bytes for several programs that together take ``unconstrained_bytes`` without recomputation, and those beside them."""
-    reserve = parse_budget(settings.reserve, unconstrained_bytes, what="reserve") if settings.reserve else 0
-    if settings.total_budget is not None:
-        aside = reserve + outside.bytes
-        total = parse_budget(settings.total_budget, unconstrained_bytes + aside)
-        return max(total - aside, granted_bytes, 1), aside
-    return max(parse_budget(settings.given, unconstrained_bytes) - reserve, granted_bytes), reserve
+@dataclass
+class StepBudget:
+    """The budget of a step that several programs share. ``outside`` of a total budget are taken. ``granted_bytes``: of one in
+    percent, or beyond one that cannot be met, what the step that took most was given. ``fixed``: that is to stay, since the
+    latest steps do not tell what plain ones take (modules run again in them)."""
+
+    settings: Settings
+    outside: Outside = field(default_factory=Outside)
+    granted_bytes: int = 0
+    fixed: bool = False
+
+    def of(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
+        """The bytes that the programs share, and those beside them; a percentage is of the peak of the step without plans."""
+        plain = 1 if self.fixed and self.granted_bytes else plain_peak_bytes(constraints, members)
+        settings, granted = self.settings, self.granted_bytes
+        reserve = parse_budget(settings.reserve, plain, what="reserve") if settings.reserve else 0
+        if settings.total_budget is not None:
+            aside = reserve + self.outside.bytes
+            return max(parse_budget(settings.total_budget, plain + aside) - aside, granted, 1), aside
+        return max(parse_budget(settings.given, plain) - reserve, granted), reserve
 
 
 def pass_bytes(program: Program, settings: Settings, model: nn.Module, granted_bytes: int) -> int:

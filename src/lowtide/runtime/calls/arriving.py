@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 
@@ -120,6 +121,21 @@ def is_held(gradient: torch.Tensor | None) -> bool:
     if gradient.untyped_storage().nbytes() <= _NUMBER_BYTES:  # of a number that was expanded
         return False
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _OWN_USES
+
+
+def is_held_by_lists(tensors: Sequence[torch.Tensor], place: int, times: int) -> bool:
+    """Whether lists such as ``tensors``, in which it stands so many ``times``, are all that holds the memory of the tensor at a
+    ``place``: no variable, no other tensor and no node of the autograd graph does."""
+    if type(tensors[place]) is not torch.Tensor or tensors[place].layout is not torch.strided:
+        return False
+    in_one_list, python, storage = _uses([torch.empty(0)], 0)
+    return _uses(tensors, place) == (in_one_list, python + times - 1, storage)
+
+
+def _uses(tensors: Sequence[torch.Tensor], place: int) -> tuple[int, int, int]:
+    """How many hold a tensor in C++ and in Python, and its memory, with what asks."""
+    storage = torch._C._storage_Use_Count(tensors[place].untyped_storage()._cdata)
+    return tensors[place]._use_count(), sys.getrefcount(tensors[place]), storage  # type: ignore[attr-defined]
 
 
 def check_arriving(gradients: Sequence[torch.Tensor | None]) -> None:

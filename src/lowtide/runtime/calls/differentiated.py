@@ -29,10 +29,11 @@ WHY = f"backward passes through it are differentiated again ({_NAME}=True), whic
 
 
 class DifferentiatedAgain:
-    """Which calls of a model are. ``any``: whether some are known to be."""
+    """Which calls of a model are. ``any``: whether some are known to be. ``told``: called when a backward pass that is
+    differentiated in turn comes to one."""
 
-    def __init__(self, name: str) -> None:
-        self.any = False
+    def __init__(self, name: str, told: Callable[[], None] | None = None) -> None:
+        self.any, self._told = False, told
         self._name = name
         self._watches: bool | None = None  # None: the code around the first call has not been asked
         self._kinds: dict[Any, bool] = {}
@@ -70,6 +71,8 @@ class DifferentiatedAgain:
             self._kinds.setdefault(kind, False)
             return
         self._kinds[kind] = True
+        if self._told is not None:
+            self._told()
         if not self.any:
             self.any = True
             _LOG.warning(

@@ -8,6 +8,7 @@ import torch
 
 from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.objects import structure
+from lowtide.program.sizes import strided_bytes
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.calls.result_hooks import tell
 from lowtide.runtime.parts.shared import SharedBudget
@@ -17,11 +18,13 @@ class EagerSteps:
     """``peak_bytes``: the most that a step has allocated so far, above what was allocated when it began. A step begins with a
     call after a backward pass has ended, and ends with its last backward pass; 0 until one has ended. ``are_its_own``: whether
     nothing else is seen in them: no gradients of what its arguments were computed from, and no passes by plans but those of
-    its parts, which share ``shared``."""
+    its parts, which share ``shared``. ``grew``: whether the arguments of the latest call are larger than any before."""
 
     def __init__(self, shared: SharedBudget) -> None:
         self.peak_bytes = 0
         self.are_its_own = True
+        self.grew = False
+        self._largest_bytes = 0  # of the arguments of a call
         self._window: PeakWindow | None = None
         self._shared = shared
         self._passes = 0  # by plans of others, when the step began
@@ -38,8 +41,11 @@ class EagerSteps:
         self._ending = False  # also after a backward pass that failed
 
     def given(self, arguments: Any) -> None:
-        if any(tensor.grad_fn is not None for tensor in structure.flatten(arguments)[0]):
+        tensors = structure.flatten(arguments)[0]
+        if any(tensor.grad_fn is not None for tensor in tensors):
             self.are_its_own = False
+        given_bytes = strided_bytes(tensors)
+        self.grew, self._largest_bytes = given_bytes > self._largest_bytes, max(given_bytes, self._largest_bytes)
 
     def returned(self, result: Any) -> None:
         tell(result, self._in_backward)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from lowtide.program.sizes import held_bytes
+from lowtide.runtime.calls.arriving import is_held_by_lists
 from lowtide.runtime.calls.call import ModelCall, maker_of
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry
@@ -20,7 +23,8 @@ class ForwardPass:
     pass leaves, each with whom it is for: the id of a leaf, the key of a forward pass that returned it, or ``None`` where
     nobody knows. ``key``: which graph it is, and how often it ran before in the step. ``beside``: the keys of those that
     waited for their backward passes when it began. ``waiting``: the same, of a pass that has both of its own within another
-    one, or before the call that it is a part of ends (a sampler that follows gradients); ``None`` where all before it do."""
+    one, or before the call that it is a part of ends (a sampler that follows gradients); ``None`` where all before it do.
+    ``released_bytes``: what only plans need: copies, and arguments that nobody else held at the end of the forward pass."""
 
     key: tuple[int, int]
     graph: Planned
@@ -31,6 +35,7 @@ class ForwardPass:
     backward_between_bytes: int | None = None
     waiting: tuple[tuple[int, int], ...] | None = None
     beside: tuple[tuple[int, int], ...] = ()
+    released_bytes: int = 0
 
     @property
     def is_pending(self) -> bool:
@@ -84,6 +89,20 @@ def gradients_of(
     for position, nbytes in member.gradient_bytes:
         tensor = inputs[position]
         yield nbytes, id(tensor) if tensor.grad_fn is None else makers.get(id(maker_of(tensor)))
+
+
+def note_released(waiting: Sequence[ForwardPass], member: Callable[[ForwardPass], Member]) -> None:
+    """The ``released_bytes`` of passes that wait for their backward passes, which is about to begin: of a tensor that several
+    were given, those of the first."""
+    given = [(one, call, {*member(one).held_inputs}) for one in waiting if (call := one.call()) is not None]
+    owners = Counter(id(tensor) for _, call, _ in given for tensor in call.inputs)
+    read = {id(tensor) for _, call, held in given for i, tensor in enumerate(call.inputs) if i not in held}
+    for one, call, held in given:
+        inputs, one.released_bytes = call.inputs, held_bytes(call.copies.values())
+        for i in held:
+            if id(inputs[i]) not in read and is_held_by_lists(inputs, i, owners[id(inputs[i])]):
+                one.released_bytes += inputs[i].untyped_storage().nbytes()
+                read.add(id(inputs[i]))
 
 
 def waiting_places(ran: Sequence[ForwardPass]) -> list[tuple[int, ...]]:

@@ -31,15 +31,22 @@ class OutsideCall:
     inside of it included; ``held_bytes``: the same where these keep what they would without plans; ``input_bytes``: what its
     arguments are, but for what calls before it were given, too. ``may_run_again``: whether its arguments can be what they were:
     containers and objects are put back, but ``given`` tensors, which had these versions, must not be written into, by itself or
-    by what runs after it; and whether it communicates with no other rank, which might not run it again."""
+    by what runs after it; and whether it communicates with no other rank, which might not run it again. ``differentiated``: the
+    backward passes within it that are differentiated in turn; PyTorch's checkpointing holds a run of it for each."""
 
     name: str
     input_bytes: int
     held_bytes: int = 0
     kept_bytes: int = 0
     may_run_again: bool = True
+    differentiated: set[int] = field(default_factory=set)
     given: list[tuple[weakref.ref[torch.Tensor], int | None]] = field(default_factory=list)
     inside: list[OutsideCall] = field(default_factory=list)
+
+    @property
+    def again_bytes(self) -> int:
+        """Of it where it runs again."""
+        return self.held_bytes * (1 + len(self.differentiated))
 
     @property
     def own_bytes(self) -> int:
@@ -99,6 +106,11 @@ class OutsideWatch:
         yield
         self.again_ns += time.perf_counter_ns() - began
 
+    def differentiated(self) -> None:
+        """A backward pass that is differentiated in turn has come to what was called."""
+        for one in self._open:
+            one.differentiated.add(torch._C._current_graph_task_id())
+
     def _begin(self) -> None:
         """Anew in each step."""
         if self._steps != self.shared.steps:
@@ -131,7 +143,7 @@ class OutsideWatch:
         chosen: dict[str, int] = {}
         for one in best:
             chosen[one.name] = chosen.get(one.name, 0) + one.kept_bytes - one.input_bytes
-        wanted = _MARGIN * missing_bytes + max(one.held_bytes for one in best)
+        wanted = _MARGIN * missing_bytes + max(one.again_bytes for one in best)
         found: list[str] = []
         for name, freed in sorted(chosen.items(), key=lambda item: -item[1]):
             if wanted > 0:
@@ -166,7 +178,7 @@ def _peak_bytes(calls: list[OutsideCall], cut: list[OutsideCall]) -> int:
             return one.input_bytes
         return one.own_bytes + sum(map(held, one.inside))
 
-    return sum(map(held, calls)) + max(one.held_bytes for one in cut)
+    return sum(map(held, calls)) + max(one.again_bytes for one in cut)
 
 
 def _contents(tensors: Sequence[torch.Tensor], tree: Any) -> Any:

@@ -68,9 +68,9 @@ class Part(SharingForward):
         self.runs_again = False
         self.keeps_nothing = False  # that could be freed, nor do its submodules
         self.changes = False  # it is none because its program is another one in every call
-        self.differentiated = DifferentiatedAgain(name)  # by code of the model around it
+        self.differentiated = DifferentiatedAgain(name, parts.watch.differentiated)  # by code of the model around it
         self._recomputation = Recomputation()
-        self._new = 0  # programs, since one came again
+        self._new, self._seen_apart = 0, False  # programs since one came again; whether a call ran as it is
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -88,6 +88,7 @@ class Part(SharingForward):
                     self.outside = ""
                 except UnusualCallError as error:
                     _LOG.info("a call of %s runs as it is, its submodules as parts: %s", self.name, str(error))
+                    self.shared.unlike, self._seen_apart = self.shared.unlike or not self._seen_apart, True
                 except CaptureError as error:
                     self.outside = str(error)  # alone: its traceback holds tensors, and who keeps a log may keep it
                     self._leave()
@@ -177,12 +178,9 @@ class Part(SharingForward):
     def _may_be_apart(self) -> bool:
         return True
 
-    def is_of(self, module: nn.Module) -> bool:
+    def is_of(self, module: nn.Module | None) -> bool:
+        """Whether this is its module; ``None``: whether that is gone."""
         return self._model() is module
-
-    @property
-    def is_there(self) -> bool:
-        return self._model() is not None
 
     @property
     def kind(self) -> tuple[type, str] | None:
@@ -205,7 +203,7 @@ class Parts:
         # What runs in one process need not run in another, so none may wait for another's plan. Arenas of parts would add up.
         self.shared = SharedBudget(dataclasses.replace(settings, agreed=False, arena=False), "parts")
         if settings.total_budget is not None:
-            self.shared.outside = outside_of_model(model, settings.optimizer_bytes)
+            self.shared.budget.outside = outside_of_model(model, settings.optimizer_bytes)
         self._model = weakref.ref(model)
         self._parts: dict[int, Part] = {}  # by the id of the module
         self.alike_in: dict[tuple[type, str], dict[Any, Alike]] = {}  # programs of parts of the same kind
@@ -253,6 +251,7 @@ class Parts:
             _LOG.warning(what, named(chosen))
         is_seen = self._eager.are_its_own and self._eager.peak_bytes > 0
         self._is_hopeless = is_seen and not (chosen or self.shared.ran or self.backward.may_be)
+        self._eager.peak_bytes *= not chosen  # of other steps than those to come
         return bool(chosen) or self._is_hopeless or self._is_unplanned
 
     def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
@@ -283,7 +282,7 @@ class Parts:
         tried = not self._has_any or self._is_hopeless or (self.are_none and not self.watch.calls)
         if not (tried and not self.backward.may_be and self._eager.are_its_own and (peak_bytes or at_once)):
             return None
-        budget_bytes, _ = self.shared.budget_for([], [Constraint(peak_bytes, -1, False, ())])
+        budget_bytes, _ = self.shared.budget.of([], [Constraint(peak_bytes, -1, False, ())])
         return budget_bytes if peak_bytes > budget_bytes or at_once else None
 
     def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -291,6 +290,7 @@ class Parts:
         return forward(*args, **kwargs)
 
     def ran(self, result: Any) -> None:
+        self.shared.budget.fixed = not self._eager.grew and any(part.runs_again for part in self._parts.values())
         self._eager.returned(result)
         self.backward.returned(result)
 
@@ -329,7 +329,7 @@ class Parts:
         """Inside, parts stand in the place of submodules."""
         given = [(module, self._part(name, module)) for name, module in tried_in(self.model)]
         if len(given) < len(self._parts):
-            self._parts = {key: part for key, part in self._parts.items() if part.is_there}
+            self._parts = {key: part for key, part in self._parts.items() if not part.is_of(None)}
         with forwards_given(given):
             yield
 

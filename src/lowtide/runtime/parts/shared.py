@@ -34,30 +34,30 @@ from lowtide.ir import Costs
 from lowtide.pipeline import program_costs, share_planners
 from lowtide.planning import Plan
 from lowtide.program import Program
-from lowtide.program.sizes import Outside, check_device
+from lowtide.program.sizes import check_device
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.parts.between import HeldBetween
-from lowtide.runtime.parts.forward_pass import ForwardPass, Passes, gradients_of, left_gradient_bytes
+from lowtide.runtime.parts.forward_pass import ForwardPass, Passes, gradients_of, left_gradient_bytes, note_released
 from lowtide.runtime.parts.room import Measuring, Room, Spare, plan_in_room
 from lowtide.runtime.parts.step_record import Gap, StepRecord
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry
 from lowtide.settings import Settings, searches
-from lowtide.sharing import Constraint, Footprint, Member, Plans, choose, peak_bytes, sequential_constraints
+from lowtide.sharing import Footprint, Member, Plans, choose, peak_bytes, sequential_constraints
 from lowtide.sharing.assignment import plan_alone, saved_fraction
-from lowtide.sharing.pass_budget import shared_budget
+from lowtide.sharing.pass_budget import StepBudget
 
 _LOG = logging.getLogger(__name__)
 
 
 class SharedBudget:
     """``ran`` are the forward passes of the current step, in order: a graph may run several times, by different plans, too.
-    What waits from earlier steps (a loss that is kept) is a part of every step. ``outside`` of a total budget are taken."""
+    What waits from earlier steps (a loss that is kept) is a part of every step."""
 
     def __init__(self, settings: Settings, what: str = "graphs") -> None:
         self.settings, self.what = settings, what  # what: the programs are, for messages
         self.brief = settings.planning == "background"  # searches for plans of all together: training waits for them
-        self.outside = Outside()
+        self.budget = StepBudget(settings)
         self.give_way: Callable[[int], bool] | None = None  # asked for so many bytes, whether the next step needs less
         self.steps = 0
         self.ran, self.gaps = Passes(), list[Gap]()
@@ -68,7 +68,6 @@ class SharedBudget:
         self.exceeded = self._said_over = self._met = self._first_plans = False
         self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
         self.unlike = False  # what ran as it is in the current step is to run by plans: it tells nothing of others
-        self.granted_bytes = 0  # of a budget in percent, or beyond one that cannot be met, for the step that took most
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self.between = HeldBetween()
@@ -172,6 +171,8 @@ class SharedBudget:
         """A backward pass is under way, at the end of which the last gap ends."""
         if not self._ending:
             self._ending = True
+            if is_percentage(self.settings.given):
+                note_released(self.ran.pending(), lambda one: self.member(one)[0])
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
 
     def _backward_over(self) -> None:
@@ -233,9 +234,9 @@ class SharedBudget:
         members = [*(member for member, _ in known), own]
         bases = [*(one.between for one in earlier), (between, between)]
         constraints = sequential_constraints(range(len(members)), bases, [*left_gradient_bytes(earlier), 0])
-        budget, reserve = self.budget_for(members, constraints)
+        budget, reserve = self.budget.of(members, constraints)
         left = budget - between - sum(taken.saved_bytes for _, taken in known)
-        known_later = more_follow and is_percentage(self.settings.given) and not self.granted_bytes
+        known_later = more_follow and is_percentage(self.settings.given) and not self.budget.granted_bytes
         if known_later:  # of what is not known yet
             left = max(left, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
         more_can_be_done = self.must_fit or (self.give_way is not None and between > 0)
@@ -291,7 +292,7 @@ class SharedBudget:
             return True
         over, budget = self._over()
         if is_percentage(self.settings.given):
-            self.granted_bytes = budget
+            self.budget.granted_bytes = budget
         if self.record.passes and over > 0 and not (self.exceeded or self._first_plans):
             _LOG.warning(
                 "the %d %s of the step exceed the budget of %d bytes by %d (code between: up to %d): all are replanned",
@@ -304,7 +305,7 @@ class SharedBudget:
         if self.record.over is None:
             constraints = self.record.constraints(range(len(self.record.passes)))
             known = list(map(self.member, self.record.passes))
-            budget, _ = self.budget_for([member for member, _ in known], constraints)
+            budget, _ = self.budget.of([member for member, _ in known], constraints)
             self.record.over = peak_bytes(constraints, [taken for _, taken in known]) - budget, budget
         return self.record.over
 
@@ -318,7 +319,7 @@ class SharedBudget:
             return
         entries = list(members)
         constraints = self.record.constraints([entries.index(one.entry) for one in passes])
-        budget, reserve = self.budget_for([*members.values()], constraints)
+        budget, reserve = self.budget.of([*members.values()], constraints)
         members |= self._measuring.made_up_for(members, budget)
         given = dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
         planning, quick = share_planners(given, brief=self.brief)
@@ -338,13 +339,7 @@ class SharedBudget:
                 _LOG.warning("training goes on over its budget, as low as it can: %s", str(unmet))
             if nothing_planned:
                 return
-            self.granted_bytes = error.minimum_bytes
+            self.budget.granted_bytes = error.minimum_bytes
             chosen = choose([*members.values()], constraints, error.minimum_bytes, planning, quick, self._found)
         self.fraction = saved_fraction([one.footprint for one in chosen], [*members.values()])
         self.record.exchange(dict(zip(entries, map(plan_alone, chosen, members.values()), strict=True)))
-
-    def budget_for(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
-        """The bytes that the graphs share, and those beside them of the budget; a percentage is of the peak of the graphs
-        together without recomputation."""
-        keep_all = peak_bytes(constraints, [member.keep_all for member in members])
-        return shared_budget(self.settings, self.outside, self.granted_bytes, keep_all)

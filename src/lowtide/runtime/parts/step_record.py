@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from lowtide.errors import InfeasibleBudgetError
@@ -86,12 +87,14 @@ class StepRecord:
         """Of the passes, by members in this ``order``, and of the gaps between."""
         places, waiting = {one.key: place for place, one in enumerate(self.passes)}, waiting_places(self.passes)
 
-        def held(last: Key | None) -> tuple[int, ...]:
-            return (*(order[one] for one in waiting[places[last]]), order[places[last]]) if last in places else ()
+        between, released = [one.between for one in self.passes], [one.released_bytes for one in self.passes]
 
-        gaps = [Constraint(most, -1, False, held(last)) for last, most in self.gaps.items()]
-        between = [one.between for one in self.passes]
-        return sequential_constraints(order, between, left_gradient_bytes(self.passes), waiting) + gaps
+        def gap(last: Key | None, most: int) -> Constraint:
+            held = (*waiting[places[last]], places[last]) if last in places else ()
+            return Constraint(most, -1, False, tuple(order[one] for one in held), sum(released[one] for one in held))
+
+        gaps = itertools.starmap(gap, self.gaps.items())
+        return [*sequential_constraints(order, between, left_gradient_bytes(self.passes), waiting, released), *gaps]
 
     def infeasible(self, error: InfeasibleBudgetError, what: str, budget: int) -> InfeasibleBudgetError:
         """``error`` of planning all passes together, in words. ``what`` they are."""

@@ -1,0 +1,154 @@
+"""A budget in percent of a model in parts is a share of what plain PyTorch takes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+
+WIDTH, ROWS = 32, 1024
+BLOCKS = 6
+
+
+class _Quantized(nn.Module):
+    """Reads its argument once, and nothing of it in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x / 3)))
+
+
+class _Scaled(nn.Module):
+    """What it hands to a block is held by nobody else, or also written into, so that plans copy it."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Quantized() for _ in range(BLOCKS))
+        self.writes = writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            scaled = 2 * x
+            x = block(scaled) + 1
+            if self.writes:
+                scaled.add_(1)
+            if x.abs().max().item() > 1e6:
+                raise OverflowError
+        return x.square().mean()
+
+
+def _plain_peak_bytes(model: nn.Module, x: torch.Tensor) -> int:
+    peaks = []
+    for _ in range(2):
+        model.zero_grad()
+        peaks.append(lowtide.measure(lambda: model(x).backward()).peak_bytes)
+    return peaks[-1]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_plans_alone_hold_is_no_part_of_what_a_percentage_is_of(writes: bool) -> None:
+    """Arguments that plain PyTorch lets go of, and copies of those that are written into."""
+    model, x = _Scaled(writes), torch.randn(ROWS, WIDTH)
+    plain = _plain_peak_bytes(copy.deepcopy(model), x)
+    lowtide.rematerialize(model, (x,), budget="80%")
+    for _ in range(4):
+        model.zero_grad()
+        peak_bytes = lowtide.measure(lambda: model(x).backward()).peak_bytes
+    assert len(lowtide.plans(model)) == BLOCKS
+    assert 0.79 * plain <= model.forward.parts.shared.budget.granted_bytes <= 0.81 * plain
+    assert peak_bytes <= 0.81 * plain
+
+
+class _Overflowing(nn.Module):
+    """Runs by another branch while its threshold is low, as in a first step that finds out how large values are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
+        self.most: torch.Tensor
+        self.register_buffer("most", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.net(x)
+        if (x.detach().abs() > self.most).any():
+            self.most = 2 * x.detach().abs().max()
+            x = x * float(self.most) / self.most
+        return x
+
+
+class _Learning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block for _ in range(BLOCKS // 2) for block in (_Overflowing(), _Quantized()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.abs().max().item() > 1e6:
+                raise OverflowError
+        return x.square().mean()
+
+
+def test_calls_that_first_run_as_they_are_are_not_counted_twice() -> None:
+    model, x = _Learning(), torch.randn(ROWS, WIDTH)
+    plain = _plain_peak_bytes(copy.deepcopy(model), x)
+    lowtide.rematerialize(model, (x,), budget="60%")
+    for _ in range(5):
+        model.zero_grad()
+        model(x).backward()
+    # A plan writes over what it needs no more, which plain PyTorch does not.
+    assert 0.55 * plain <= model.forward.parts.shared.budget.granted_bytes <= 0.61 * plain
+
+
+class _Penalised(nn.Module):
+    """Differentiates what it contains within its own forward pass, so many ``times``."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.net = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Softplus(), nn.Linear(4 * WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.net(x)
+        slope, added = torch.ones_like(y), torch.zeros_like(y)
+        for _ in range(self.times):
+            (slope,) = torch.autograd.grad(y, x, slope, create_graph=True)
+            added = added + 0.1 * slope
+        y = y + added
+        if y.abs().max().item() > 1e6:
+            raise OverflowError
+        return y
+
+
+class _Residual(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(_Penalised(times) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("times", [1, 6])
+def test_modules_that_run_again_with_all_backward_passes_within_them_take_no_more(times: int) -> None:
+    """PyTorch's checkpointing holds a run of a module for each backward pass within it that is differentiated in turn."""
+    model, x = _Residual(times), torch.randn(ROWS // 4, WIDTH)
+    plain = _plain_peak_bytes(copy.deepcopy(model), x)
+    lowtide.rematerialize(model, (x,), budget="60%")
+    peaks = []
+    for _ in range(6):
+        model.zero_grad()
+        peaks.append(lowtide.measure(lambda: model(x).backward()).peak_bytes)
+    assert max(peaks) <= plain * 1.01
+    assert peaks[-1] <= 0.6 * plain * 1.01
