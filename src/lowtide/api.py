@@ -244,7 +244,7 @@ def wait(model: nn.Module, seconds: float | None = None) -> bool:
     """Wait until the searches for better plans for ``model`` have ended, at most so many ``seconds``; whether they have.
 
     What they found is in force afterwards, see ``plans`` and ``Plan.history``."""
-    return _planned(model).improving.wait(seconds)
+    return _planned(model).wait(seconds)
 
 
 def plan(

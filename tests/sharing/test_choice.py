@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from lowtide.cost import analytical_costs
 from lowtide.pipeline import make_program_plan, share_planners
 from lowtide.planning import Plan
 from lowtide.settings import Settings
-from lowtide.sharing import Constraint, Member, Plans, Share, choose, sequential_constraints
+from lowtide.sharing import Assignment, Constraint, Member, Plans, Share, choose, sequential_constraints
 
 
 def test_a_program_that_has_no_room_is_not_planned_again_for_each_share() -> None:
@@ -117,6 +120,35 @@ def test_a_choice_that_follows_another_asks_for_little() -> None:
     assert len(asked) == before
     choose(members, constraints, budget + 100, planning, planning, known)
     assert len(asked) - before <= before // 2
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_a_choice_that_stops_fits_and_goes_on_to_what_it_would_have_found(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However soon it stops: each time that it asks for the time, that is later."""
+    members = [_member(width, layers) for width, layers in ((64, 6), (96, 4), (32, 8))]
+    order = [0, 1, 2, 1, 0]
+    constraints = sequential_constraints(order, [(1000, 2000)] * len(order), [0] * len(order))
+    budget = int(max(one.total_bytes([member.eager for member in members]) for one in constraints) * share)
+
+    def seconds(chosen: Sequence[Assignment]) -> int:
+        return sum(one.time_ns(member) for one, member in zip(chosen, members, strict=True))
+
+    whole = seconds(choose(members, constraints, budget, _greedy, _greedy))
+    clock = itertools.count()
+    monkeypatch.setattr("lowtide.sharing.choice.time.monotonic", lambda: next(clock))
+    known, best, slices = (Plans(), Plans()), None, 0
+    while True:
+        end = next(clock) + 4
+        found = choose(members, constraints, budget, _greedy, _greedy, known, end, best)
+        assert max(one.total_bytes([each.footprint for each in found]) for one in constraints) <= budget
+        best = found if best is None or seconds(found) < seconds(best) else best
+        slices += 1
+        if next(clock) <= end:
+            break
+    assert slices > 2
+    assert seconds(best) <= whole
 
 
 @pytest.mark.parametrize(

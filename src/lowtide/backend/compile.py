@@ -43,7 +43,7 @@ class GraphsBudget(SharedBudget):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(Settings(**{"compiler": "inductor", **options}))
-        self.brief = "planner" not in options
+        self.search.brief = "planner" not in options
         self._options = options, dict(options)
 
     def belongs_to(self, options: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -301,6 +302,13 @@ class Rematerialized(Planned):
         if self._online is not None:
             online, self._online = self._online, None
             online.leave()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until the searches for better plans have ended, at most so many seconds; whether they have."""
+        began = time.monotonic()
+        ended = self.improving.wait(seconds)
+        left = None if seconds is None else max(seconds - (time.monotonic() - began), 0.0)
+        return (self.parts is None or self.parts.shared.finish(left)) and ended
 
     def plans(self) -> list[Plan]:
         """Those made so far, of the model or of its parts."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import time
 from collections.abc import Sequence
 
 from lowtide.errors import InfeasibleBudgetError
@@ -38,9 +40,12 @@ def choose(
     planning: Planning,
     quick: Planning | None = None,
     known: tuple[Plans, Plans] | None = None,
+    end: float = math.inf,
+    fallback: list[Assignment] | None = None,
 ) -> list[Assignment]:
     """Assignments that stay within the budget and recompute little; ``quick`` plans while shares are searched for. ``known``:
-    what both planners made in earlier choices, which is added to.
+    what both planners made in earlier choices, which is added to. From ``end`` on (of ``time.monotonic``) what fits is taken as
+    it is, or the ``fallback`` that did before; the same choice goes on from there where it is made again.
 
     Raises ``InfeasibleBudgetError`` where none are found.
     """
@@ -48,20 +53,29 @@ def choose(
     if peak_bytes(constraints, eager) <= budget_bytes:
         return [Assignment(own) for own in eager]
     found, found_quickly = known or (Plans(), Plans())
-    last = _Search(members, constraints, planning, found)
-    search = last if quick is None else _Search(members, constraints, quick, found_quickly, brief=True)
+    last = _Search(members, constraints, planning, found, end)
+    search = last if quick is None else _Search(members, constraints, quick, found_quickly, end, brief=True)
+    search.best = fallback
     try:
         chosen, fractions = search.alone(budget_bytes), None
         if chosen is None:
             fractions = search.fractions(budget_bytes)
             chosen = search.assignments(fractions, budget_bytes)
     except InfeasibleBudgetError:
-        chosen = search.lowest(budget_bytes)
+        chosen = search.best or search.lowest(budget_bytes)
+    except _EnoughError:
+        assert search.best is not None
+        chosen = search.best
     else:
-        with contextlib.suppress(InfeasibleBudgetError):  # what was found quickly fits
+        last.best = search.best = chosen
+        with contextlib.suppress(InfeasibleBudgetError, _EnoughError):  # what was found quickly fits
             longer = last.assignments(fractions, budget_bytes) if fractions else last.alone(budget_bytes)
             chosen = longer or chosen
     return upgraded(members, constraints, chosen, search.menus(chosen, budget_bytes), budget_bytes)
+
+
+class _EnoughError(Exception):
+    """Something that fits is known, and no other plan is to be looked for."""
 
 
 class _Search:
@@ -73,6 +87,7 @@ class _Search:
         constraints: Sequence[Constraint],
         planning: Planning,
         plans: Plans,
+        end: float,
         *,
         brief: bool = False,
     ) -> None:
@@ -84,7 +99,9 @@ class _Search:
         self._waiting = {index for constraint in constraints for index in constraint.saved}  # while others run
         plans.keep(self._programs)
         self._known = {program: plans.of(program) for program in self._programs}
-        self._plans = 0
+        self._plans = plans
+        self._end, self._most = end, math.inf  # of the time, and of plans while shares are refined
+        self.best: list[Assignment] | None = None  # of what fits: once there is any, the search stops at its end
 
     def alone(self, budget_bytes: int) -> list[Assignment] | None:
         """Where each member saves what it likes in the room that it would have by itself; ``None`` where that is too much
@@ -102,6 +119,8 @@ class _Search:
         peak = peak_bytes(self.constraints, [assignment.footprint for assignment in found])
         if peak > budget_bytes:
             raise _too_little(budget_bytes, peak)
+        if self.best is None or _time_ns(found) < _time_ns(self.best):
+            self.best = found
         return found
 
     def _assigned(self, limits: Sequence[int], rooms: Sequence[int], budget_bytes: int) -> list[Assignment]:
@@ -132,7 +151,6 @@ class _Search:
         found = known.made_for(room, limit)
         if found is not None:
             return found
-        self._plans += 1
         known.least_bytes = max(known.least_bytes, member.least_bytes, member.output_bytes + 1)
         if room < known.least_bytes:
             raise _too_little(budget_bytes, budget_bytes + known.least_bytes - room)
@@ -175,6 +193,9 @@ class _Search:
     def _by_a_plan(self, member: Member, program: str, share: Share) -> Assignment:
         known = self._known[program]
         known.check(share)
+        if self.best is not None and (time.monotonic() > self._end or self._plans.tried >= self._most):
+            raise _EnoughError
+        self._plans.tried += 1
         try:
             return _as_assigned(member, share, self.planning(member, share))
         except InfeasibleBudgetError as error:
@@ -216,7 +237,7 @@ class _Search:
             if program not in found:
                 limits = [self._limit(index, fraction) for fraction in _MENU]
                 for limit in (each for each in limits if each > taken[index]):
-                    with contextlib.suppress(InfeasibleBudgetError):
+                    with contextlib.suppress(InfeasibleBudgetError, _EnoughError):
                         self._assignment(member, (program, limit), rooms[program], budget_bytes)
                 made = {one.footprint: one for _, _, one in self._known[program].made}
                 found[program] = [Assignment(member.eager), *made.values()]
@@ -224,21 +245,22 @@ class _Search:
 
     def refined(self, fractions: Sequence[float], budget_bytes: int) -> list[float]:
         """``fractions`` with more for some programs and less for others, as long as that saves time."""
-        best, time = list(fractions), _time_ns(self.assignments(fractions, budget_bytes))
-        most = (1 + _LONGER) * self._plans
+        best, best_ns = list(fractions), _time_ns(self.assignments(fractions, budget_bytes))
+        if self._plans.most is None:
+            self._plans.most = (1 + _LONGER) * self._plans.tried
+        self._most = self._plans.most
         for program in [*dict.fromkeys(self._programs)] * _ROUNDS:
-            if self._plans >= most:
-                break
             same = [index for index, other in enumerate(self._programs) if other == program]
             own = best[same[0]]
             for fraction in (own / 2, (1 + own) / 2, 1.0):
                 tried = [fraction if index in same else other for index, other in enumerate(best)]
                 try:
-                    taken = _time_ns(self.assignments(tried, budget_bytes))
-                except InfeasibleBudgetError:
+                    tried_ns = _time_ns(self.assignments(tried, budget_bytes))
+                except (InfeasibleBudgetError, _EnoughError):
                     continue
-                if taken < time:
-                    best, time = tried, taken
+                if tried_ns < best_ns:
+                    best, best_ns = tried, tried_ns
+        self._most = math.inf
         return best
 
     def _fits(self, fractions: Sequence[float], budget_bytes: int) -> bool:

@@ -49,10 +49,17 @@ class KnownPlans:
 
 
 class Plans:
-    """Those of several programs, by their keys. They can be kept from one search for shares to the next."""
+    """Those of several programs, by their keys. They can be kept from one search for shares to the next. ``tried``: how many
+    the present search has asked for, of at ``most`` so many once that is known."""
 
     def __init__(self) -> None:
         self._known: dict[str, KnownPlans] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Another search begins."""
+        self.tried = 0
+        self.most: int | None = None
 
     def of(self, program: str) -> KnownPlans:
         return self._known.setdefault(program, KnownPlans())

@@ -18,12 +18,12 @@ them. A budget in percent grows with the graphs that are known, so where more wi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -31,19 +31,20 @@ from lowtide.budget import is_percentage
 from lowtide.cost import analytical_costs
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs
-from lowtide.pipeline import program_costs, share_planners
+from lowtide.pipeline import program_costs
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.sizes import check_device
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.parts.between import HeldBetween
 from lowtide.runtime.parts.forward_pass import ForwardPass, Passes, gradients_of, left_gradient_bytes, note_released
+from lowtide.runtime.parts.joint_search import JointSearch
 from lowtide.runtime.parts.room import Measuring, Room, Spare, plan_in_room
 from lowtide.runtime.parts.step_record import Gap, StepRecord
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry
 from lowtide.settings import Settings, searches
-from lowtide.sharing import Footprint, Member, Plans, choose, peak_bytes, sequential_constraints
+from lowtide.sharing import Assignment, Footprint, Member, sequential_constraints
 from lowtide.sharing.assignment import plan_alone, saved_fraction
 from lowtide.sharing.pass_budget import StepBudget
 
@@ -56,7 +57,7 @@ class SharedBudget:
 
     def __init__(self, settings: Settings, what: str = "graphs") -> None:
         self.settings, self.what = settings, what  # what: the programs are, for messages
-        self.brief = settings.planning == "background"  # searches for plans of all together: training waits for them
+        self.search = JointSearch(settings, brief=settings.planning == "background")  # since training waits for it
         self.budget = StepBudget(settings)
         self.give_way: Callable[[int], bool] | None = None  # asked for so many bytes, whether the next step needs less
         self.steps = 0
@@ -71,8 +72,8 @@ class SharedBudget:
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self.between = HeldBetween()
-        self.spare = Spare(lambda: -self._over()[0] if self.record else sys.maxsize)
-        self._measuring, self._found = Measuring(), (Plans(), Plans())  # by the planner, and by its quick form
+        self.spare = Spare(lambda: -self.record.exceeds(self.member, self.budget)[0] if self.record else sys.maxsize)
+        self._measuring = Measuring()
         self._known: dict[Entry, tuple[Member, Footprint]] = {}  # what each takes by its plan
         # Told of the end of a backward pass; in a call that says when it begins; in a backward pass that graphs run in.
         self._ending = self._within = self._nested = False
@@ -107,6 +108,8 @@ class SharedBudget:
             self._met |= whole and fits and not self.exceeded and bool(self.record)
             if (self.exceeded or self._first_plans or not fits) and whole and not self.postponed:
                 self._replan()
+            elif self.search.due_seconds:
+                self.improve(self.search.due_seconds)
             self.steps, self.unlike = self.steps + 1, False
             self.gaps.clear()
             self.spare.begin_step()
@@ -247,7 +250,7 @@ class SharedBudget:
         room = self._room(own, replaced, more_follow)
         check_device(own.program, room.total_bytes)
         try:
-            fraction = self._fraction_of(graph) if more_follow else 1.0
+            fraction = self.record.fraction_of(graph, self.member, self.fraction) if more_follow else 1.0
             plan = plan_in_room(own, self.settings, max(room.bytes, 1), fraction)
         except InfeasibleBudgetError as error:
             if room.must_fit:
@@ -260,11 +263,6 @@ class SharedBudget:
             plan = plan_in_room(own, self.settings, error.minimum_bytes, 0.0, known=error.plan)
         self._first_plans = self._first_plans or (plan.overhead > 0 and searches(self.settings.planner))
         return plan
-
-    def _fraction_of(self, graph: Planned) -> float:
-        """Of what a program of ``graph`` would save, the part that it may: as much as it saves in the fullest step."""
-        known = [self.member(one) for one in self.record.passes if one.graph is graph]
-        return min((saved_fraction([taken], [member]) for member, taken in known), default=self.fraction)
 
     def _before(self, replaced: Entry | None) -> tuple[list[ForwardPass], int]:
         """What ran before ``replaced``, or before now, and what code between held then."""
@@ -290,7 +288,7 @@ class SharedBudget:
         say) may have the memory of the one that took most."""
         if not self.record.are_several:
             return True
-        over, budget = self._over()
+        over, budget = self.record.exceeds(self.member, self.budget)
         if is_percentage(self.settings.given):
             self.budget.granted_bytes = budget
         if self.record.passes and over > 0 and not (self.exceeded or self._first_plans):
@@ -300,31 +298,18 @@ class SharedBudget:
             )  # fmt: skip
         return over <= 0
 
-    def _over(self) -> tuple[int, int]:
-        """By how much what ran exceeds the budget together, and that."""
-        if self.record.over is None:
-            constraints = self.record.constraints(range(len(self.record.passes)))
-            known = list(map(self.member, self.record.passes))
-            budget, _ = self.budget.of([member for member, _ in known], constraints)
-            self.record.over = peak_bytes(constraints, [taken for _, taken in known]) - budget, budget
-        return self.record.over
-
     def _replan(self) -> None:
         """Plan all that ran in the last step together."""
         self.exceeded = self._first_plans = False
         passes = self.record.passes
-        members = {one.entry: self.member(one)[0] for one in passes}
+        members, constraints = self.record.together(self.member)
         self._known.clear()
         if not self.record:  # the step was broken off
             return
-        entries = list(members)
-        constraints = self.record.constraints([entries.index(one.entry) for one in passes])
         budget, reserve = self.budget.of([*members.values()], constraints)
         members |= self._measuring.made_up_for(members, budget)
-        given = dataclasses.replace(self.settings, budget=budget, total_budget=None, reserve=0)
-        planning, quick = share_planners(given, brief=self.brief)
         try:
-            chosen = choose([*members.values()], constraints, budget, planning, quick, self._found)
+            chosen = self.search.first([*members.values()], constraints, budget)
             self._met = True
         except InfeasibleBudgetError as error:
             if self.give_way is not None and self.give_way(error.minimum_bytes - budget):
@@ -340,6 +325,25 @@ class SharedBudget:
             if nothing_planned:
                 return
             self.budget.granted_bytes = error.minimum_bytes
-            chosen = choose([*members.values()], constraints, error.minimum_bytes, planning, quick, self._found)
+            chosen = self.search.first([*members.values()], constraints, error.minimum_bytes)
+        self._exchange(members, chosen)
+
+    def improve(self, seconds: float) -> None:
+        """Go on with the search for plans of all for so many seconds, between two steps."""
+        members, constraints = self.record.together(self.member)
+        budget, _ = self.budget.of([*members.values()], constraints)
+        chosen = self.search.further([*members.values()], constraints, budget, seconds)
+        if chosen is not None:
+            self._known.clear()
+            self._exchange(members, chosen)
+
+    def finish(self, seconds: float | None = None) -> bool:
+        """Go on with that search to its end, at most so many seconds, unless a step is under way; whether it has come."""
+        under_way = self._within or self._nested or self._ending or self.ran.pending()
+        if not (self.search.ended or under_way):
+            self.improve(math.inf if seconds is None else seconds)
+        return self.search.ended
+
+    def _exchange(self, members: Mapping[Entry, Member], chosen: Sequence[Assignment]) -> None:
         self.fraction = saved_fraction([one.footprint for one in chosen], [*members.values()])
-        self.record.exchange(dict(zip(entries, map(plan_alone, chosen, members.values()), strict=True)))
+        self.record.exchange(dict(zip(members, map(plan_alone, chosen, members.values()), strict=True)))

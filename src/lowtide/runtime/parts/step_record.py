@@ -9,10 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.planning import Plan
 from lowtide.runtime.parts.forward_pass import ForwardPass, left_gradient_bytes, waiting_places
+from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry, exchange, with_plan
-from lowtide.sharing import Constraint, sequential_constraints
+from lowtide.sharing import Constraint, Footprint, Member, peak_bytes, sequential_constraints
+from lowtide.sharing.assignment import saved_fraction
+from lowtide.sharing.pass_budget import StepBudget
 
 Key = tuple[int, int]
+Known = Callable[[ForwardPass], tuple[Member, Footprint]]  # the program of a pass, and what it takes by its plan
 Gap = tuple[int, tuple[ForwardPass, ...]]  # most bytes held by no program, and who waited for its backward pass
 
 
@@ -95,6 +99,26 @@ class StepRecord:
 
         gaps = itertools.starmap(gap, self.gaps.items())
         return [*sequential_constraints(order, between, left_gradient_bytes(self.passes), waiting, released), *gaps]
+
+    def exceeds(self, known: Known, budget: StepBudget) -> tuple[int, int]:
+        """By how much what ran exceeds the budget together, and that."""
+        if self.over is None:
+            constraints = self.constraints(range(len(self.passes)))
+            taken = list(map(known, self.passes))
+            total, _ = budget.of([member for member, _ in taken], constraints)
+            self.over = peak_bytes(constraints, [footprint for _, footprint in taken]) - total, total
+        return self.over
+
+    def fraction_of(self, graph: Planned, known: Known, otherwise: float) -> float:
+        """Of what a program of ``graph`` would save, the part that it may: as much as it saves in the fullest step."""
+        taken = [known(one) for one in self.passes if one.graph is graph]
+        return min((saved_fraction([footprint], [member]) for member, footprint in taken), default=otherwise)
+
+    def together(self, known: Known) -> tuple[dict[Entry, Member], list[Constraint]]:
+        """The programs of all passes, and what must fit."""
+        members = {one.entry: known(one)[0] for one in self.passes}
+        places = {entry: place for place, entry in enumerate(members)}
+        return members, self.constraints([places[one.entry] for one in self.passes])
 
     def infeasible(self, error: InfeasibleBudgetError, what: str, budget: int) -> InfeasibleBudgetError:
         """``error`` of planning all passes together, in words. ``what`` they are."""
