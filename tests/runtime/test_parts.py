@@ -343,6 +343,40 @@ def test_a_program_that_comes_again_stays_a_part() -> None:
     assert len(lowtide.plans(model)) == 6
 
 
+class _Padded(_Block):
+    """Asks whether its mask leaves anything out, as a decoder does of its padding."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if not mask.all():
+            x = x * mask.unsqueeze(-1)
+        return super().forward(x)
+
+
+class _PaddedLayers(_LayerDrop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Padded() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = (torch.arange(x.shape[1]) + 3 < x.shape[1]).expand(x.shape[:2])
+        for block in self.blocks:
+            x = block(x, mask) if x.sum().item() < 1e9 else x
+        return self.head(x).square().mean()
+
+
+def test_lengths_that_change_where_parts_ask_for_masks(caplog: pytest.LogCaptureFixture) -> None:
+    """What is asked with yes or no tells no number: the program of a part is that of its family at another length."""
+    caplog.set_level("INFO", "lowtide")
+    plain, model = plain_and_planned(_PaddedLayers, planning="background", planner="auto{effort=0}")
+    for seed, length in enumerate((64, 56, 48, 61, 40, 52)):
+        x = _inputs()[:, :length]
+        _, expected, after = _step(plain, x, seed)
+        _, loss, ours = _step(model, x, seed)
+        assert torch.equal(loss, expected) and ours == after and _same(model, plain)
+    assert len({id(one.model) for one in model.forward.parts.planned()}) == 4
+    assert "another one in every call" not in caplog.text
+
+
 class _Collecting(nn.Module):
     """Decides by data, and adds to its argument: a second run must not add twice."""
 

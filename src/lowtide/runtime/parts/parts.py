@@ -159,7 +159,7 @@ class Part(SharingForward):
     def may_change(self) -> bool:
         """Whether its program depends on numbers in its arguments, or they have as many rows as such numbers say."""
         asked = () if self.latest is None else self.latest.conditions[0].questions
-        return any(one.ask != "bool" for one in asked) or self.parts.decides_sizes_of(self)
+        return any(not isinstance(one.answer, bool) for one in asked) or self.parts.decides_sizes_of(self)
 
     def _refuse_new(self, most: int) -> None:
         """Raises ``CaptureError`` where programs are made in vain: for every call another one."""
