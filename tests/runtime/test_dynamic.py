@@ -217,6 +217,41 @@ def test_masks_that_select_any_number_of_rows_are_of_one_family(
     assert len(captured) == 4  # two that nothing was known of, and that of one row twice
 
 
+class _SelectingTwice(nn.Module):
+    """Asks twice which rows are selected, and once for rows of which there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron(2)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, found = self.body(x), []
+        for asked in (rows, rows, rows & ~rows):
+            found.append(asked.nonzero())
+            x = x.index_copy(0, found[-1][:, 0], x[found[-1][:, 0]].tanh())
+        return x.square().mean(), *found
+
+
+def test_rows_that_are_selected_twice_or_never_are_of_one_family(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each answer has memory of its own, also in what is returned."""
+
+    def inputs(iteration: int) -> Any:
+        drawn, rows = torch.Generator().manual_seed(iteration), 23 + iteration
+        return (torch.randn(rows, 32, generator=drawn), torch.arange(rows) % 4 < 2), {}
+
+    captured = _count_captures(monkeypatch)
+    model = lowtide.rematerialize(make(_SelectingTwice), *inputs(0), budget="100%", planner="auto{effort=0}")
+    step = training_step(lambda result: result[0])
+    records = run_training(model, inputs, step, 6)
+    assert_same_records(records, run_training(make(_SelectingTwice), inputs, step, 6))
+    assert len(_families(model)) == 1 and len(captured) == 2
+    assert "captured as a view" not in caplog.text
+    _, one, other, none = model(*inputs(0)[0])
+    assert torch.equal(one, other) and one.data_ptr() != other.data_ptr() and none.shape == (0, 1)
+
+
 class _Remembering(nn.Module):
     """Keeps what depends on the length, in one of several ways that no symbol can stand in for."""
 

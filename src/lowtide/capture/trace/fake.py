@@ -36,7 +36,7 @@ from lowtide.capture.trace.expected import COMPARISONS, QUESTIONS, Expectations,
 from lowtide.capture.trace.known_values import KnownValues, elements, is_unknown
 from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, tensors_among, with_strides
-from lowtide.capture.trace.sizes import SYMBOLIC, SymbolicSizes, hashable
+from lowtide.capture.trace.sizes import SYMBOLIC, SymbolicSizes, hashable, in_symbols
 from lowtide.errors import CaptureError
 from lowtide.program.layouts import copies_storage
 from lowtide.program.source import user_source
@@ -180,11 +180,10 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         real = self.values.of(known)
         if not isinstance(real, torch.Tensor):
             raise _unanswerable(func)
-        fake: torch.Tensor = (
-            self.from_tensor(real, static_shapes=True)
-            if self.sizes is None or not known.positions()
-            else self.sizes.selected(self, real, known)
-        )
+        shape = real.shape if self.sizes is None or not known.positions() else self.sizes.selected(real, known)
+        with self:  # each time it is asked for anew, as the real one is
+            fake = torch.empty_strided(shape, in_symbols(shape, real.stride()), dtype=real.dtype, device=real.device)
+        fake._lowtide_empty = False  # type: ignore[attr-defined]
         if known.depends_on_input:
             self._remember(known, "shape", tuple(fake.shape))
         return fake

@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from lowtide.capture.trace.sizes import SYMBOLIC, hint, hints, in_symbols
+from lowtide.capture.trace.sizes import hint, hints, in_symbols
 from lowtide.program import generators
 from lowtide.program.layouts import contiguous_strides
 
@@ -51,7 +51,7 @@ def with_strides(func: Any, result: Any, strides: _Strides, mode: Any) -> Any:
     made = list(_flat(result))
     for number, (tensor, stride) in enumerate(zip(made, strides, strict=True)):
         if stride is not None and hints(tensor.stride()) != stride:
-            stride = in_symbols(tensor.shape, stride) if any(isinstance(n, SYMBOLIC) for n in tensor.shape) else stride
+            stride = in_symbols(tensor.shape, stride)
             with mode:
                 if _views(func):
                     made[number] = torch.as_strided(tensor, tensor.shape, stride, tensor.storage_offset())

@@ -72,8 +72,8 @@ class SymbolicSizes:
             self.expressions[number, at] = self._varies((*fake.shape, *fake.stride())[at])
         return fake
 
-    def selected(self, mode: Any, real: torch.Tensor, known: Any) -> torch.Tensor:
-        """A fake tensor like ``real``, of which data say how many rows it has: a symbol for each that is ``known``."""
+    def selected(self, real: torch.Tensor, known: Any) -> tuple[Any, ...]:
+        """The shape of ``real``, of which data say how many rows it has: a symbol for each that is ``known``."""
         rows = self._selected.get(known)
         if rows is None:
             source = LocalSource(f"selected{len(self._selected)}")
@@ -81,11 +81,7 @@ class SymbolicSizes:
             rows = self.environment.create_symintnode(symbol, hint=len(real), source=source)
             self._selected[known] = rows
             self._varies(rows)
-        shape = rows, *real.shape[1:]
-        with mode:
-            fake = torch.empty_strided(shape, in_symbols(shape, real.stride()), dtype=real.dtype, device=real.device)
-        fake._lowtide_empty = False  # type: ignore[attr-defined]
-        return fake
+        return rows, *real.shape[1:]
 
     def _varies(self, size: Any) -> sympy.Expr:
         found = expression(size)
@@ -157,10 +153,12 @@ def hashable(value: Any) -> Any:
 
 
 def in_symbols(shape: Sequence[Any], strides: Sequence[int]) -> tuple[Any, ...]:
-    """``strides`` of a dense tensor of the traced call in terms of the sizes of its ``shape``.
+    """``strides`` of a dense tensor of the traced call in terms of the sizes of its ``shape``, where any of these is a symbol.
 
-    Raises ``CaptureError`` where they are no order of its dimensions.
+    Raises ``CaptureError`` where they are no order of its dimensions. Of an empty tensor they are as they are.
     """
+    if 0 in hints(shape) or not any(isinstance(size, SYMBOLIC) for size in shape):
+        return tuple(strides)
     found: list[Any] = list(strides)
     step: Any = 1
     for dim in sorted(range(len(strides)), key=lambda dim: (strides[dim], hint(shape[dim]), -dim)):
