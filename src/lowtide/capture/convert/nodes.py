@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from lowtide.capture.trace.fake import UNINITIALISED
-from lowtide.capture.trace.sizes import SYMBOLIC, expression
+from lowtide.capture.trace.sizes import SYMBOLIC
 from lowtide.program.roles import Tangent
 
 _ATEN = torch.ops.aten
@@ -23,11 +23,11 @@ _NORMS_BACKWARD = ("aten.native_batch_norm_backward.", "aten.batch_norm_backward
 def is_whole(node: fx.Node) -> bool:
     """Whether a node is ``tensor[:]`` of a tensor of symbolic sizes, or the backward of that. Where sizes are numbers, it is
     not recorded at all."""
-    if node.target not in (_ATEN.slice.Tensor, _ATEN.slice_backward.default) or sys.maxsize not in node.args:
+    first = {_ATEN.slice.Tensor: 2, _ATEN.slice_backward.default: 3}.get(node.target)  # type: ignore[call-overload]
+    if first is None or node.args[first : first + 2] != (0, sys.maxsize) or node.args[first + 2 :] not in ((), (1,)):
         return False
-    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape  # type: ignore[union-attr]
-    symbolic = any(isinstance(size, SYMBOLIC) for size in (*before, *after))
-    return symbolic and list(map(expression, before)) == list(map(expression, after))
+    source: Any = node.args[0]
+    return any(isinstance(size, SYMBOLIC) for size in (*source.meta["val"].shape, *node.meta["val"].shape))
 
 
 def is_size(node: fx.Node) -> bool:
@@ -67,14 +67,14 @@ def is_tangent(node: Any) -> bool:
 
 
 def ancestors(outputs: Iterable[Any]) -> set[fx.Node]:
-    """The nodes that ``outputs`` are computed from, themselves included."""
+    """The nodes that ``outputs`` are computed from, themselves included; not what only tells a size."""
     pending = [node for node in outputs if isinstance(node, fx.Node)]
     found: set[fx.Node] = set()
     while pending:
         node = pending.pop()
         if node not in found:
             found.add(node)
-            pending.extend([] if fills_empty(node) else node.all_input_nodes)
+            pending.extend([] if fills_empty(node) or is_size(node) else node.all_input_nodes)
     return found
 
 

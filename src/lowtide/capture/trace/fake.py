@@ -133,8 +133,12 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """By the fake kernel, with the layouts that the real one returns."""
         try:
-            with enable_python_dispatcher() if self.shape_env is not None else contextlib.nullcontext():
-                result = super().dispatch(func, types, args, kwargs)
+            if func is _ATEN.expand.default and self.shape_env is not None:
+                with self:
+                    result: Any = fakes.expanded(*args)
+            else:
+                with enable_python_dispatcher() if self.shape_env is not None else contextlib.nullcontext():
+                    result = super().dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if known is None:
                 raise _unanswerable(func) from error

@@ -2,7 +2,7 @@
 
 ``_grouped_mm``: the fake kernel takes bfloat16 only; on CPU float32 works (Mixtral). ``_ctc_loss``: the fake kernel gives up
 because a shape depends on the target lengths, which are known where they are an input. Norms: the statistics of a reduced
-input are of the weight's type, which is float32 under autocast.
+input are of the weight's type, which is float32 under autocast. ``expand``: of symbolic sizes, strides of dimensions of size 1.
 """
 
 from __future__ import annotations
@@ -67,6 +67,21 @@ def ctc_loss(log_probabilities: torch.Tensor, longest_target: int) -> tuple[torc
 def ctc_loss_backward(log_probabilities: torch.Tensor) -> torch.Tensor:
     """Contiguous whatever the layout of the input."""
     return log_probabilities.new_empty(log_probabilities.shape)
+
+
+def expanded(tensor: torch.Tensor, size: Sequence[Any]) -> torch.Tensor:
+    """``tensor.expand(size)`` of symbolic sizes, with the strides that the real one gives new dimensions of size 1."""
+    shape, strides = list[Any](), list[Any]()  # from the last one
+    for number, wanted in enumerate(reversed(size), 1):
+        if number <= tensor.dim():
+            known, stride = tensor.shape[-number], tensor.stride(-number)
+        else:
+            known, stride = 1, shape[-1] * strides[-1] if tensor.dim() else 0
+        shape.append(known if isinstance(wanted, int) and wanted == -1 else wanted)
+        strides.append(stride if shape[-1] == known else 0)
+        if shape[-1] != known and known != 1:
+            raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} cannot be expanded to {tuple(size)}")
+    return tensor.as_strided(shape[::-1], strides[::-1])
 
 
 def resized_backward(

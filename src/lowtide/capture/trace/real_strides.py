@@ -51,7 +51,7 @@ def with_strides(func: Any, result: Any, strides: _Strides, mode: Any) -> Any:
     made = list(_flat(result))
     for number, (tensor, stride) in enumerate(zip(made, strides, strict=True)):
         if stride is not None and hints(tensor.stride()) != stride:
-            stride = in_symbols(tensor.shape, stride)
+            stride = _of_view(tensor, stride) if _views(func) else in_symbols(tensor.shape, stride)
             with mode:
                 if _views(func):
                     made[number] = torch.as_strided(tensor, tensor.shape, stride, tensor.storage_offset())
@@ -60,6 +60,15 @@ def with_strides(func: Any, result: Any, strides: _Strides, mode: Any) -> Any:
     if isinstance(result, list):
         return made
     return tuple(made) if isinstance(result, tuple) else made[0]
+
+
+def _of_view(tensor: Tensor, strides: tuple[int, ...]) -> tuple[Any, ...]:
+    """``strides`` of a view in terms of its sizes: a dimension of size 1 has that of one outside of the next."""
+    found = [*tensor.stride()]
+    for dim in reversed(range(len(found) - 1)):
+        if hint(found[dim]) != strides[dim]:
+            found[dim] = tensor.shape[dim + 1] * found[dim + 1]
+    return tuple(found) if hints(found) == strides else in_symbols(tensor.shape, strides)
 
 
 def tensors_among(arguments: Sequence[Any]) -> Iterator[Tensor]:
