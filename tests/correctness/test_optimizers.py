@@ -483,6 +483,54 @@ def test_parameters_are_not_written_between_the_backward_pass_and_the_step() -> 
         optimizer.zero_grad()
 
 
+def test_parameters_frozen_before_the_backward_pass_are_not_updated() -> None:
+    plain, planned = _pair(OPTIMIZERS["adamw"])
+    for seed in range(3):
+        for model, optimizer in (plain, planned):
+            loss = model(_batch(seed))
+            model.get_submodule("blocks.1").requires_grad_(seed != 1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.requires_grad_(True).get_submodule("frozen").requires_grad_(False)
+    assert _updates(planned[0]) == 20
+    _assert_same(plain, planned)
+
+
+def test_states_that_were_cleared_come_back_in_order() -> None:
+    plain, planned = _pair(OPTIMIZERS["adamw"])
+    for model, optimizer in (plain, planned):
+        _step(model, optimizer, _batch(0))
+        optimizer.state.clear()
+        _step(model, optimizer, _batch(1))
+    _assert_same(plain, planned)
+
+
+def _zero(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.zero_()
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [lambda one: setattr(one, "grad", None), lambda one: setattr(one, "grad", torch.ones_like(one)), _zero],
+    ids=["taken away", "another", "zeros"],
+)
+def test_gradients_are_not_replaced_between_the_backward_pass_and_the_step(
+    replace: Callable[[nn.Parameter], None],
+) -> None:
+    _, (model, optimizer) = _pair(_sgd)
+    for seed in range(2):
+        model(_batch(seed)).backward()
+        replace(model.get_submodule("head").weight)  # type: ignore[arg-type]
+        with pytest.raises(
+            lowtide.ExecutionError, match="gradients of 1 parameters of Net were replaced or set to zero"
+        ):
+            optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_hooks_of_parameters_see_gradients() -> None:
     plain, planned = _pair(_sgd)
     seen: list[float] = []

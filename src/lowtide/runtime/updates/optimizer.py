@@ -69,7 +69,7 @@ class UpdatingOptimizer:
         self._used: dict[int, dict[str, Any]] = {}  # by group: the values that updates were made with
         self._groups: dict[int, tuple[int, dict[str, Any]]] = {}  # by parameter: its group
         self._under_way: Any = None
-        self._known = {id(parameter) for parameter in optimizer.state}  # that had a state after the last step
+        self._known = set[int]()  # parameters that had a state before the backward passes of a step
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -80,7 +80,7 @@ class UpdatingOptimizer:
         """Nothing is updated any more."""
         while self._hooks:
             self._hooks.pop().remove()
-        self._show(None)
+        self._spent.hide(self._updated, self._skipped)
         if self.gradients is not None:
             self.gradients.bring_home()
         if self.states is not None:
@@ -177,6 +177,8 @@ class UpdatingOptimizer:
         if self._under_way is not None:  # and did not come to its end
             self._skipped.update(self._updated)
             self._under_way = None
+        if not self._updated:
+            self._known = set(map(id, self.optimizer.state))
         if self.gradients is not None:
             self.gradients.begin()
         if not updated:  # its gradients are kept, and so are those that others add to them
@@ -246,8 +248,10 @@ class UpdatingOptimizer:
         return changed and self._under_way is not None and self._under_way() is call
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor, fetched: Any = None) -> Any:
-        """One step of the optimizer for the parameter alone; its gradient is spent afterwards. ``fetched``: the
-        ``FetchedState`` of it that is to be stored, which is returned."""
+        """One step of the optimizer for the parameter alone, unless that was frozen since the forward pass; its gradient is
+        spent afterwards. ``fetched``: the ``FetchedState`` of it that is to be stored, which is returned."""
+        if not parameter.requires_grad:
+            return fetched
         key = id(parameter)
         number, group = self._groups[key]
         with torch.no_grad():
@@ -306,15 +310,20 @@ class UpdatingOptimizer:
                 )
         self._used.clear()
         self._refuse_written()
-        self._show(None)
+        replaced = self._spent.replaced(self._updated.keys() - self._skipped, self._updated)
+        if replaced:
+            self._skipped |= replaced
+            raise ExecutionError(
+                f"gradients of {len(replaced)} parameters of {self.name} were replaced or set to zero between the backward "
+                "pass, which had updated them already, and optimizer.step(): give lowtide.rematerialize keep_gradients=True."
+            )
+        self._spent.hide(self._updated, self._skipped)
         if self.states is not None:
             self.states.step_kept()
 
     def _refuse_written(self) -> None:
-        versions, self._versions = self._versions, {}
-        written = sum(
-            self._updated[key]._version != version for key, version in versions.items() if key in self._updated
-        )
+        versions, self._versions, updated = self._versions, {}, self._updated
+        written = sum(updated[key]._version != version for key, version in versions.items() if key in updated)
         if written:
             raise ExecutionError(
                 f"{written} parameters of {self.name} were written between the backward pass, which had updated them already, "
@@ -322,16 +331,8 @@ class UpdatingOptimizer:
                 "after step(), or leave out optimizer= in lowtide.rematerialize."
             )
 
-    def _show(self, spent: SpentGradients | None) -> None:
-        """Gradients that are spent, in ``.grad``, or none there."""
-        for key, parameter in self._updated.items():
-            if spent is None and (key in self._skipped or isinstance(parameter.grad, SpentGradient)):
-                parameter.grad = None
-            elif spent is not None and parameter.grad is None:
-                parameter.grad = spent.latest(parameter)
-
     def _after_step(self, *_: Any) -> None:
-        self._show(self._spent)
+        self._spent.show(self._updated)
         self._order_state()
         self._updated.clear()
         self._skipped.clear()
@@ -347,4 +348,3 @@ class UpdatingOptimizer:
             for parameter in group["params"]:
                 if parameter in state and id(parameter) not in self._known:
                     state[parameter] = state.pop(parameter)
-        self._known = {id(parameter) for parameter in state}

@@ -7,6 +7,7 @@ gradient that is to be added) is told that the gradient is gone, so that none go
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -84,8 +85,22 @@ class SpentGradients:
         spent.is_zeroed = False
         return spent
 
-    def latest(self, parameter: torch.Tensor) -> SpentGradient:
-        return self._latest[id(parameter)]
+    def show(self, updated: Mapping[int, torch.Tensor]) -> None:
+        """Put them into ``.grad`` of updated parameters that have no gradient."""
+        for key, parameter in updated.items():
+            if parameter.grad is None:
+                parameter.grad = self._latest[key]
+
+    def hide(self, updated: Mapping[int, torch.Tensor], all_of: Collection[int]) -> None:
+        """Take them from ``.grad``, and whatever is in that of the parameters ``all_of``."""
+        for key, parameter in updated.items():
+            if key in all_of or isinstance(parameter.grad, SpentGradient):
+                parameter.grad = None
+
+    def replaced(self, keys: Collection[int], updated: Mapping[int, torch.Tensor]) -> set[int]:
+        """Those of the ``keys`` of updated parameters for which something else is in ``.grad`` now, or zeros."""
+        gradients = ((key, updated[key].grad) for key in keys)
+        return {key for key, one in gradients if not isinstance(one, SpentGradient) or one.is_zeroed}
 
 
 def fill_zeroed(optimizer: torch.optim.Optimizer) -> None:
