@@ -92,6 +92,14 @@ _CASES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "warnings that are raised": (_warned(FutureWarning), lambda: warnings.simplefilter("error", FutureWarning)),
     "warnings that are raised no more": (_warned(_OfTestWarning), lambda: warnings.simplefilter("ignore", _OfTestWarning)),
     "whether the collector is enabled": (lambda s: 1.0 + gc.isenabled(), gc.disable),
+    "how often the collector looks": (lambda s: gc.get_threshold()[0] / 700, lambda: gc.set_threshold(1400, 10, 10)),
+    "threads of backward passes": (lambda s: 1.0 + torch.autograd.is_multithreading_enabled(), lambda: torch._C._set_multithreading_enabled(False)),
+    "kernels of oneDNN that repeat their results": (lambda s: 1.0 + torch.backends.mkldnn.deterministic, lambda: setattr(torch.backends.mkldnn, "deterministic", True)),
+    "engine for quantized tensors": (lambda s: len(torch.backends.quantized.engine), lambda: setattr(torch.backends.quantized, "engine", "qnnpack")),
+    "what fills new tensors": (lambda s: 1.0 + torch.utils.deterministic.fill_uninitialized_memory, lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)),
+    "how numbers are printed": (lambda s: torch._tensor_str.PRINT_OPTS.precision, lambda: torch.set_printoptions(precision=7)),
+    "filters of warnings": (lambda s: len(warnings.filters), lambda: warnings.simplefilter("ignore", _OfTestWarning, append=True)),
+    "seed of a generator": (lambda s: _GENERATOR.initial_seed(), lambda: _GENERATOR.manual_seed(5)),
     "handlers of a logger": (lambda s: 1.0 + len(_LOGGER.handlers), lambda: _LOGGER.addHandler(logging.NullHandler())),
     "filters of a logger": (lambda s: 1.0 + len(_LOGGER.filters), lambda: _LOGGER.addFilter(lambda record: True)),
     "handlers of a logger above": (lambda s: 1.0 + len(_LOGGER.parent.handlers), lambda: logging.getLogger("lowtide_test").addHandler(logging.NullHandler())),
@@ -120,18 +128,30 @@ _CASES: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
 _SUBCLASSES: list[Any] = []
 _LIST = [1.0]
 _EVENT = threading.Event()
+_GENERATOR = torch.Generator().manual_seed(2)
 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     above = logging.getLogger("lowtide_test")
     annotations, path = dict(act.__annotations__), [*sys.path]
+    thresholds, engine, deterministic = (
+        gc.get_threshold(),
+        torch.backends.quantized.engine,
+        torch.backends.mkldnn.deterministic,
+    )
     F.expm1, F.ex = torch.expm1, lambda x: x * _LIST[0]  # type: ignore[attr-defined]
     with warnings.catch_warnings(), replaced(sys, "stdout", sys.stdout), replaced(math, "expm1", math.expm1):
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("error", _OfTestWarning)
         yield
     gc.enable()
+    gc.set_threshold(*thresholds)
+    torch._C._set_multithreading_enabled(True)
+    torch.backends.quantized.engine, torch.backends.mkldnn.deterministic = engine, deterministic  # type: ignore[assignment]
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.set_printoptions(precision=4)
+    _GENERATOR.manual_seed(2)
     torch.__future__.set_overwrite_module_params_on_conversion(False)
     torch.set_float32_matmul_precision("highest")
     torch.autograd.set_detect_anomaly(False)

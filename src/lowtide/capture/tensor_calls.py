@@ -4,6 +4,7 @@ the traced tensor would answer otherwise than the real one."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -25,10 +26,11 @@ from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, TRACED, is_leaf, ref
 from lowtide.capture.trace.fake import read_values
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
-from lowtide.capture.trace.patches import below, replaced, replaced_methods
+from lowtide.capture.trace.patches import below, replaced, replaced_methods, wrapped
 from lowtide.capture.trace.value_gradients import with_value_gradient
 from lowtide.capture.trace.writes import GET_GRADIENT, assigned_data, refuse_gradients, refuse_retained
 from lowtide.errors import CaptureError
+from lowtide.memory.collector import thresholds
 from lowtide.objects.places import current
 from lowtide.program.distributed.local import has_distributed, is_distributed, local_of
 from lowtide.program.source import user_source
@@ -71,8 +73,8 @@ def compiled_operators_refused() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def told_as_in_eager() -> Iterator[None]:
-    """Inside, code that asks whether it is traced, or whether functions are overridden, is told what it is told in eager:
-    layers of PyTorch's choose their kernels by it."""
+    """Inside, code that asks whether it is traced, whether functions are overridden, or when garbage is collected, is told what
+    it is told in eager: layers of PyTorch's choose their kernels by it."""
     disabled = torch._C._disabled_torch_function_impl
     modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 
@@ -89,6 +91,7 @@ def told_as_in_eager() -> Iterator[None]:
         replaced(_symbolic_trace, "_is_fx_tracing_flag", False),
         replaced(activation, "_is_make_fx_tracing", lambda: False),
         replaced(torch.overrides, "has_torch_function", are_overridden),
+        wrapped(gc, "get_threshold", lambda _: thresholds),
     ):
         yield
 

@@ -7,6 +7,9 @@ import gc
 from collections.abc import Iterator
 
 _SELDOM = 20_000  # objects more, after which young ones are looked at
+_before: list[
+    tuple[int, int, int]
+] = []  # the thresholds that are in force where the collector is not held, if it is held
 
 
 @contextlib.contextmanager
@@ -16,11 +19,18 @@ def collector_held() -> Iterator[None]:
     before = gc.get_threshold()
     held = 0, *before[1:]
     gc.set_threshold(*held)
+    _before.append(before)
     try:
         yield
     finally:
+        _before.pop()
         if before[0] and gc.get_threshold() == held:  # nobody has set others since
             gc.set_threshold(*before)
+
+
+def thresholds() -> tuple[int, int, int]:
+    """Of the collector, as they are where it is not held."""
+    return _before[0] if _before else gc.get_threshold()
 
 
 class CollectorSlowed:

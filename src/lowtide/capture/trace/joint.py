@@ -151,10 +151,13 @@ def export_joint(function: Function, fakes: Sequence[torch.Tensor], mode: FakeTe
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Inside, the backward pass runs in this thread, and hooks for saved tensors that are in force stay out."""
+    """Inside, the backward pass runs in this thread, which code that asks is not told, and hooks for saved tensors that are in
+    force stay out."""
     before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    threads = torch.autograd.is_multithreading_enabled()
+    told = wrapped(torch.autograd, "is_multithreading_enabled", lambda _: lambda: threads)
     try:
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), told:
             yield
     finally:
         torch._C._autograd._saved_tensors_hooks_set_tracing(before)

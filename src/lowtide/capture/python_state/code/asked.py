@@ -9,18 +9,23 @@ import os
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
+import torch
+from torch._tensor_str import PRINT_OPTS
+
 from lowtide.capture.python_state.code import process
 from lowtide.capture.python_state.code.installed import is_standard
+from lowtide.memory.collector import thresholds
 from lowtide.objects.walk import PLAIN, items
 
 # By the names under which a process is asked.
 _ENVIRONMENT = {"environ", "environb", "getenv", "expandvars", "expanduser", "home"}
 _ASKED: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("getcwd", "cwd", "abspath", "resolve"), os.getcwd),
-    **dict.fromkeys(("backends", "allow_tf32", "get_fastpath_enabled"), process.backends),
+    **dict.fromkeys(("backends", "allow_tf32", "get_fastpath_enabled", "fill_uninitialized_memory"), process.backends),
     **dict.fromkeys(("is_initialized", "get_rank", "get_world_size", "get_backend"), process.ranks),
     **dict.fromkeys(("is_autocast_enabled", "get_autocast_dtype"), process.autocast),
     **dict.fromkeys(("decimal", "Decimal", "getcontext"), process.decimals),
@@ -29,6 +34,11 @@ _ASKED: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("locale", "localeconv", "localtime", "mktime", "fromtimestamp", "astimezone"), process.culture),
     "getLevelName": lambda: str(logging.getLevelNamesMapping()),
     "current_thread": process.thread,
+    "filters": lambda: str(warnings.filters),
+    "get_threshold": lambda: str(thresholds()),
+    "is_multithreading_enabled": lambda: str(torch.autograd.is_multithreading_enabled()),
+    "initial_seed": lambda: str(torch.initial_seed()),
+    "PRINT_OPTS": lambda: str(PRINT_OPTS),
 }
 # By the modules and names of functions whose names alone say nothing.
 _FUNCTIONS: dict[str, Callable[[], Any]] = dict.fromkeys(
@@ -62,7 +72,10 @@ def asked_under(names: Collection[str]) -> Iterator[Named]:
 
 
 def asked_by(function: Any) -> Iterator[Named]:
-    """What a library's function asks for, whatever name it was reached by."""
+    """What a library's function asks for, whatever name it was reached by, and the seed of a generator of PyTorch's."""
+    if isinstance(function, torch.Generator):
+        yield Named("answer", function.initial_seed, "", "the seed of a generator")
+        return
     name = str(getattr(function, "__name__", ""))
     answer = _FUNCTIONS.get(f"{getattr(function, '__module__', '')}.{name}")
     if answer is None and name not in _ASKED:

@@ -22,9 +22,9 @@ def backends() -> str:
     reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
     flags = _tf32(matmul), reduced, matmul.allow_fp16_accumulation, torch.backends.mha.get_fastpath_enabled()
     convolutions = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, _tf32(cudnn), cudnn.benchmark_limit
-    return str(
-        (flags, convolutions, mkldnn.enabled, torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy)
-    )
+    others = mkldnn.enabled, mkldnn.deterministic, torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy
+    filled = getattr(torch.utils.deterministic, "fill_uninitialized_memory", None)
+    return str((flags, convolutions, others, torch.backends.quantized.engine, filled))
 
 
 def _tf32(flags: Any) -> Any:

@@ -185,9 +185,9 @@ class Observer:
         self._numbers.was_reached(seen)
         if is_cache(original):
             self._look_at_cache(original, text)
-        if isinstance(original, types.BuiltinFunctionType):
-            self._read(original, asked_by(original))
-        self._read(original, asked_under({str(type(original).__module__)}))
+        seeded = isinstance(original, torch.Generator) and "initial_seed" in self._namespaces.attributes
+        asks = seeded or isinstance(original, types.BuiltinFunctionType)
+        self._read(original, (*(asked_by(original) if asks else ()), *asked_under({str(type(original).__module__)})))
         items = content(original)
         if opaque.is_unknown(original, items):
             self.reads.unknown[id(original)] = (
