@@ -122,6 +122,21 @@ def test_passes_that_are_added_up(tmp_path: Path) -> None:
     pair.end()
 
 
+def test_parameters_frozen_before_the_backward_pass_get_none(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    for frozen in (True, False):
+        for model in pair.models:
+            loss = model(batch(1))
+            model.get_submodule("layers.2").requires_grad_(not frozen)
+            loss.backward()
+            model.requires_grad_(True)
+        assert len(pair.away) == LAYERS - frozen
+        for optimizer in (pair.eager, pair.ours):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(*both) for both in zip(*(model.parameters() for model in pair.models), strict=True))
+
+
 def test_what_reads_and_writes_them(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     changes: list[Callable[[nn.Module], Any]] = [

@@ -150,6 +150,19 @@ def test_where_there_is_room_nothing_moves(tmp_path: Path) -> None:
     pair.check()
 
 
+def test_parameters_frozen_before_the_backward_pass_keep_their_state(tmp_path: Path) -> None:
+    pair = Pair(_MAKES["AdamW of two groups"], tmp_path)
+    pair.step()
+    for frozen in (True, False):
+        for model, loss in zip((pair.plain, pair.planned), pair.losses(), strict=True):
+            model.get_submodule("layers.2").requires_grad_(not frozen)
+            loss.backward()
+            model.requires_grad_(True)
+        pair.end()
+        pair.check()
+    assert len(pair.away) == 2 * LAYERS
+
+
 def test_gradients_that_are_added_up_or_kept(tmp_path: Path) -> None:
     pair = Pair(_MAKES["AdamW of two groups"], tmp_path)  # gradients take 8 weights, and 16 the states
     pair.step()

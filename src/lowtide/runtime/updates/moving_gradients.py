@@ -27,8 +27,10 @@ class MovingGradients:
         return with_departures(program, positions, Transfer("SendGradient", self.send), ALIGNMENT)
 
     def send(self, gradient: torch.Tensor, parameter: torch.Tensor) -> Callable[[], None]:
-        """Add ``gradient`` to that of ``parameter``, and begin to send it away. Called, what is returned waits for that, and
-        raises ``ExecutionError`` where it cannot be written: then it stays."""
+        """Add ``gradient`` to that of ``parameter``, unless that was frozen since the forward pass, and begin to send it away.
+        Called, what is returned waits for that, and raises ``ExecutionError`` where it cannot be written: then it stays."""
+        if not parameter.requires_grad:
+            return lambda: None
         self.sent = True
         before = parameter.grad
         if before is not None:
