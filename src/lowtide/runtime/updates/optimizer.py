@@ -177,6 +177,7 @@ class UpdatingOptimizer:
         if self._under_way is not None:  # and did not come to its end
             self._skipped.update(self._updated)
             self._under_way = None
+        self._hooks_last()
         if not self._updated:
             self._known = set(map(id, self.optimizer.state))
         if self.gradients is not None:
@@ -210,7 +211,6 @@ class UpdatingOptimizer:
                 )
         self._refusals = 0
         self._under_way = weakref.ref(call)
-        self._hooks_last()
         return True
 
     def _refused(self, call: Call, node: Any, parameters: Sequence[torch.Tensor]) -> str | None:
@@ -231,11 +231,11 @@ class UpdatingOptimizer:
         return None
 
     def _hooks_last(self) -> None:
-        """What reads gradients in a hook before the step must find them spent, not missing."""
+        """What reads gradients in a hook before the step finds them spent, not missing, and what it sets is for the step."""
         before: Any = self.optimizer._optimizer_step_pre_hooks  # both are ordered dictionaries
         after: Any = self.optimizer._optimizer_step_post_hooks
-        before.move_to_end(self._hooks[0].id)
-        after.move_to_end(self._hooks[1].id, last=False)
+        for hook, hooks, last in zip(self._hooks, (before, after), (True, False), strict=False):
+            hooks.move_to_end(hook.id, last=last)
 
     def finished(self, call: Call) -> None:
         """The backward pass through ``call`` has made all its updates."""
