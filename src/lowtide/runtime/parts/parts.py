@@ -34,6 +34,7 @@ from lowtide.program.results import GradientMask
 from lowtide.program.sizes import outside_of_model
 from lowtide.runtime.calls.differentiated import DifferentiatedAgain
 from lowtide.runtime.parts.backward_calls import BackwardCalls
+from lowtide.runtime.parts.casts import KeptCasts
 from lowtide.runtime.parts.eager_steps import EagerSteps
 from lowtide.runtime.parts.forward_pass import ForwardPass, with_siblings
 from lowtide.runtime.parts.outside import OutsideWatch
@@ -59,8 +60,7 @@ class Part(SharingForward):
     def __init__(self, module: nn.Module, parts: Parts, name: str) -> None:
         super().__init__(module, parts.shared)
         self.in_terms = True  # whoever calls the module again, or reads what it reads, adds to gradients
-        self.parts = parts
-        self.name = name
+        self.parts, self.name = parts, name
         parent, _, last = name.rpartition(".")
         self._list = parent if last.isdigit() else None
         self._kins = Kins(self._kins.dynamic, parts.alike_in.setdefault(self.kind, {}) if self.kind else None)
@@ -83,6 +83,7 @@ class Part(SharingForward):
         if self.outside is None:
             with self.parts.lifted(self.model), collector_held():  # what a capture leaves stays young
                 try:
+                    self.parts.casts.refuse_shared(self.model, self.parts.model, self.parts.device)
                     return super().call(*args, **kwargs)
                 except NoGradientError:
                     self.outside = ""
@@ -207,14 +208,12 @@ class Parts:
         self._model = weakref.ref(model)
         self._parts: dict[int, Part] = {}  # by the id of the module
         self.alike_in: dict[tuple[type, str], dict[Any, Alike]] = {}  # programs of parts of the same kind
-        self.watch = OutsideWatch(self.shared)
+        self.watch, self.backward = OutsideWatch(self.shared), BackwardCalls(self.shared, self._standing)
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self._calls = self._steps = 0
         self._paused = self._is_hopeless = self._is_unplanned = False
-        self._eager = EagerSteps(self.shared)
-        self.backward = BackwardCalls(self.shared, self._standing)
-        self.device = device_of(model_state(model).tensors)
-        self._has_any = can_run_in_parts(model)
+        self._eager, self.casts = EagerSteps(self.shared), KeptCasts()
+        self.device, self._has_any = device_of(model_state(model).tensors), can_run_in_parts(model)
         changed = ", without an arena" * settings.arena
         changed += ", with a loss in pieces where one computes all of it" * settings.chunked_loss
         what = "%s cannot be one program, so its submodules are planned%s, and code between them runs as it is: %s"
@@ -315,6 +314,7 @@ class Parts:
                 type(self.model).__name__, self.why,
             )  # fmt: skip
         self._eager.begin(self.device)
+        self.casts.begin()
         self._calls += 1
         try:
             with self.shared.call(self.device), self._standing():
