@@ -19,6 +19,7 @@ from tests.support.training import QUICK
 SHAPE = Shape(layers=3, width=64, heads=2, context=64, batch=4)
 BUDGET = "40%"
 PLANNER = QUICK
+RESERVE = 64  # bytes of the trainers' own beside a pass: a loss that is divided, a count of labels
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -74,7 +75,7 @@ def train(
     model = make_model()
     callback = LowtideCallback()
     if planned:
-        lowtide.rematerialize(model, budget=budget, planner=PLANNER)
+        lowtide.rematerialize(model, budget=budget, planner=PLANNER, reserve=RESERVE)
     defaults = {
         "per_device_train_batch_size": SHAPE.batch, "logging_steps": 1, "save_strategy": "no", "report_to": [],
         "use_cpu": True, "disable_tqdm": True, "seed": 0, "dataloader_pin_memory": False,
@@ -96,7 +97,7 @@ def assert_same_training(ours: Trained, reference: Trained) -> None:
     plans = lowtide.plans(ours.model)
     assert plans
     assert ours.peaks
-    assert max(ours.peaks) <= max(plan.budget_bytes for plan in plans)
+    assert max(ours.peaks) <= max(plan.budget_bytes for plan in plans) + RESERVE
 
 
 def assert_same_state(ours: nn.Module, reference: nn.Module) -> None:
