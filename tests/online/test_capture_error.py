@@ -206,6 +206,22 @@ def _fails(_: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
+def test_a_model_that_is_gone_after_the_budget_was_too_small_leaves_the_context() -> None:
+    """For code of the caller's own, between the two passes."""
+
+    def step() -> None:
+        model = lowtide.rematerialize(_Dynamic(), budget="1MiB", on_capture_error="online")
+        loss = model(torch.randn(8, 64))
+        torch.zeros(1 << 20)
+        loss.backward()
+
+    with pytest.raises(lowtide.OnlineBudgetError, match="at once") as raised:
+        step()
+    del raised
+    gc.collect()
+    assert not is_inside()
+
+
 def test_calls_that_wait_together_are_one_step() -> None:
     """A percentage is of what both hold."""
     torch.manual_seed(0)

@@ -228,8 +228,8 @@ class OnlineRun:
             raise interruption from None
         failure = error if isinstance(error, RebuildError) else refusal
         if failure is not None:
-            self._refused = self._budget_error(failure, operator)
-            raise self._refused from error
+            self._refused = self._budget_error(failure, operator)  # not raised: it would keep the frames of the program
+            raise self._budget_error(failure, operator) from error
 
     def _budget_error(self, failure: Refusal | RebuildError, operator: str) -> OnlineBudgetError:
         session = min(self.sessions, key=lambda session: session.limit_bytes)
