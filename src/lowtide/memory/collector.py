@@ -7,9 +7,7 @@ import gc
 from collections.abc import Iterator
 
 _SELDOM = 20_000  # objects more, after which young ones are looked at
-_before: list[
-    tuple[int, int, int]
-] = []  # the thresholds that are in force where the collector is not held, if it is held
+_before: list[tuple[int, int, int]] = []  # thresholds where the collector is not held, while it is
 
 
 @contextlib.contextmanager

@@ -25,9 +25,7 @@ class KeptCasts:
     """Those of the calls of one model."""
 
     def __init__(self) -> None:
-        self._registered: Counter[int] | None = (
-            None  # how often parameters are, by their ids; counted where that matters
-        )
+        self._registered: Counter[int] | None = None  # how often, by ids of parameters, once that matters
         self._called = set[int]()  # parts, by the ids of their modules, since the call of the model began
         self._repeated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that run several times in one
 
