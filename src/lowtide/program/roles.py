@@ -5,7 +5,7 @@ Inputs and outputs are numbered in the order in which the traced function takes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,10 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradient of an ``input``."""
+    """The gradient of an ``input``, which has come in so many terms (``arrived``)."""
 
     input: int
+    arrived: int = field(default=1, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

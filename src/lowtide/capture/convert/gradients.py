@@ -38,7 +38,7 @@ def split_sums(module: fx.GraphModule, first: int = 0) -> None:
     roles: list[Any] = []
     for node, role in zip(output.args[0], output.meta["role"], strict=True):
         if isinstance(node, fx.Node) and isinstance(role, Gradient) and role.input >= first:
-            terms = _terms(node)
+            terms = _terms(node, role.arrived)
             outputs += terms
             roles += [Term(role.input, number, len(terms)) for number in range(len(terms))]
         else:
@@ -48,10 +48,11 @@ def split_sums(module: fx.GraphModule, first: int = 0) -> None:
     output.meta["role"] = roles
 
 
-def _terms(node: fx.Node) -> list[fx.Node]:
-    """Of a sum that the engine made, and nobody else reads, the terms from the first one on."""
+def _terms(node: fx.Node, arrived: int) -> list[fx.Node]:
+    """Of a sum that the engine made of so many, and nobody else reads, the terms from the first one on. A sum among these was
+    made for another tensor, of which this is a copy, say."""
     found: list[fx.Node] = []
-    while node.target is _ADD and len(node.users) == 1 and not node.kwargs:
+    while len(found) + 1 < arrived and node.target is _ADD and len(node.users) == 1 and not node.kwargs:
         first, second = node.args
         if not (is_backward(node) and isinstance(first, fx.Node) and isinstance(second, fx.Node)):
             break
@@ -86,7 +87,7 @@ class Gradients:
         """``node`` was just converted: if it is a gradient, own it now."""
         for role in self._pending.pop(node, ()):
             self._own(node, role)
-            count = 1 if isinstance(role, Term) else len(_terms(node))
+            count = 1 if isinstance(role, Term) else len(_terms(node, role.arrived))
             if count > 1:
                 self.sums[role] = count
 

@@ -8,7 +8,9 @@ eager's: none is decomposed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch._functorch import config as functorch_config
 from torch._higher_order_ops import effects
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, disable_functional_mode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import _lazy_graph_module, _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 
@@ -171,6 +174,7 @@ class _Joint:
         self.tangents: list[tuple[fx.Node, Tangent]] = []
         self.written: list[int] = []
         self.roles: list[Written | Output | Gradient] = []
+        self.arrived = Counter[int]()  # terms of the gradients, by the number of the input
 
     def run(self, primals: list[torch.Tensor]) -> list[Any]:
         functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
@@ -181,7 +185,8 @@ class _Joint:
             returned = [*(after[number] for number in self.written), *map(_inner, outputs)]
             gradients = self._backward(inputs, outputs)
             refuse_late(inputs, after)
-        self.roles = [*map(Written, self.written), *map(Output, range(len(outputs))), *map(Gradient, gradients)]
+        final = (Gradient(number, arrived=max(self.arrived[number], 1)) for number in gradients)
+        self.roles = [*map(Written, self.written), *map(Output, range(len(outputs))), *final]
         return [*returned, *map(_inner, gradients.values())]
 
     def _forward(self, inputs: Sequence[FunctionalTensor]) -> Sequence[torch.Tensor]:
@@ -220,7 +225,8 @@ class _Joint:
             with contextlib.ExitStack() as stack:
                 for kind in plain_types():
                     stack.enter_context(torch.amp.autocast(kind, enabled=False))
-                stack.enter_context(_told_apart(sources))
+                edges = {get_gradient_edge(one): number for number, one in wanted.items()}
+                stack.enter_context(_told_apart(sources, edges, self.arrived))
                 for number, one in wanted.items():
                     hook = one.register_hook(lambda _, number=number: complete.append(number))  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
@@ -274,13 +280,22 @@ def _like(output: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _told_apart(outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+def _told_apart(
+    outputs: Sequence[torch.Tensor], edges: Mapping[GradientEdge, int], arrived: Counter[int]
+) -> Iterator[None]:
     """Inside, the backward pass of ``outputs``: nodes get ``meta["partitioner_tag"]``, and in ``meta["seq_nr"]`` the number
-    that those of the forward pass have which they are the backward of."""
+    that those of the forward pass have which they are the backward of. What comes along ``edges`` is counted (``arrived``)."""
+    numbers = {(edge.node, edge.output_nr): number for edge, number in edges.items()}
+
+    def note(known: Sequence[int | None], gradients: Sequence[torch.Tensor | None], _: Any) -> None:
+        fx_traceback.reset_grad_fn_seq_nr()
+        pairs = zip(known, gradients, strict=False)
+        arrived.update(number for number, one in pairs if number is not None and one is not None)
+
     for node in below(outputs):
         number = node._sequence_nr()
         node.register_prehook(lambda *_, number=number: fx_traceback.set_grad_fn_seq_nr(number))
-        node.register_hook(lambda *_: fx_traceback.reset_grad_fn_seq_nr())
+        node.register_hook(functools.partial(note, [numbers.get(edge) for edge in node.next_functions]))
     fx_traceback.current_meta["partitioner_tag"] = "is_backward"
     try:
         yield
