@@ -222,6 +222,18 @@ def test_a_model_that_is_gone_after_the_budget_was_too_small_leaves_the_context(
     assert not is_inside()
 
 
+def test_code_that_goes_on_after_the_budget_was_too_small_for_it_runs() -> None:
+    """The caller's own, between the two passes; the next step is held to the budget again."""
+    model = lowtide.rematerialize(_Dynamic(), budget="1MiB", on_capture_error="online")
+    for _ in range(2):
+        loss = model(torch.randn(8, 64))
+        with pytest.raises(lowtide.OnlineBudgetError, match="at once"):
+            torch.zeros(1 << 20)
+        assert torch.ones(1 << 20).sum().item() == 1 << 20
+        loss.backward()
+        assert not is_inside()
+
+
 def test_calls_that_wait_together_are_one_step() -> None:
     """A percentage is of what both hold."""
     torch.manual_seed(0)

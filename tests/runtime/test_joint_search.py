@@ -47,7 +47,7 @@ def test_a_search_that_goes_on_in_later_steps_holds_the_budget_and_improves(monk
     plain = copy.deepcopy(model)
     peak = lowtide.measure(lambda: plain(x).backward()).peak_bytes
     lowtide.rematerialize(model, (x,), budget=peak * 6 // 10, planning="background")
-    overheads, search = [], model.forward.parts.shared.search
+    overheads, search, went_on = [], model.forward.parts.shared.search, False
     for step in range(8):
         plain.zero_grad()
         model.zero_grad()
@@ -63,11 +63,11 @@ def test_a_search_that_goes_on_in_later_steps_holds_the_budget_and_improves(monk
         assert torch.equal(results[0], loss)
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
-        assert step != 1 or not search.ended
+        went_on |= not search.ended
         if step:
             assert measured.peak_bytes <= peak * 6 // 10
             overheads.append(_overhead(model))
-    assert overheads == sorted(overheads, reverse=True)
+    assert went_on and overheads == sorted(overheads, reverse=True)
     assert lowtide.wait(model)
     assert search.ended
     assert _overhead(model) <= overheads[-1]

@@ -147,6 +147,11 @@ class online:
         return self._entered[-1].run.behind(error) if self._entered else None
 
     @property
+    def has_refused(self) -> bool:
+        """Whether the budget was too small for something inside, so far."""
+        return bool(self._entered) and self._entered[-1].run.refused is not None
+
+    @property
     def statistics(self) -> OnlineStatistics:
         """Of the run so far, or of the last one."""
         if self._entered:

@@ -49,7 +49,7 @@ class Settings:
     """The arguments of ``lowtide.online``, checked. ``habits``: what is known of the program; ``None``: nothing is planned.
     All times that the context is entered share ``observed``, what is known of its operators' memory, ``operators``, them by the
     addresses of overloads that they hold, and ``experience`` of rebuilds. ``may_exceed``: where nothing more can be evicted,
-    the program goes on above the budget."""
+    the program goes on above the budget; or, with ``refuses_once``, does after an error."""
 
     budget_bytes: int
     heuristic: str
@@ -64,6 +64,7 @@ class Settings:
     operators: dict[int, Operator] = field(default_factory=dict, compare=False)
     experience: Experience = field(default_factory=Experience, compare=False)
     may_exceed: bool = False
+    refuses_once: bool = False
 
 
 class OnlineMode(UncompiledMode):
@@ -133,7 +134,7 @@ class OnlineRun:
         self.sessions: list[Session] = []
         self.thread = _Thread()
         self.open = True
-        self._refused: OnlineBudgetError | None = None  # the latest
+        self.refused: OnlineBudgetError | None = None  # the latest
         self.warn_at_ns: float = _WARN_FROM_NS
         self.collector = CollectorSlowed()
         self.patches = Patches(self.materialize, self.resized, self.mode_inside, lambda: self.memory.lock)
@@ -228,7 +229,8 @@ class OnlineRun:
             raise interruption from None
         failure = error if isinstance(error, RebuildError) else refusal
         if failure is not None:
-            self._refused = self._budget_error(failure, operator)  # not raised: it would keep the frames of the program
+            self.memory.may_exceed |= self.settings.refuses_once
+            self.refused = self._budget_error(failure, operator)  # not raised: it would keep the frames of the program
             raise self._budget_error(failure, operator) from error
 
     def _budget_error(self, failure: Refusal | RebuildError, operator: str) -> OnlineBudgetError:
@@ -256,7 +258,7 @@ class OnlineRun:
     def behind(self, error: BaseException | None) -> OnlineBudgetError | None:
         """That a budget is too small, where that is what an exception is about: TorchScript raises one of its own."""
         if isinstance(error, RuntimeError) and "failed in the TorchScript interpreter" in str(error):
-            return self._refused
+            return self.refused
         return error if isinstance(error, OnlineBudgetError) else None
 
     def raise_refusal(self, error: BaseException | None) -> None:

@@ -46,7 +46,9 @@ class OnlineCalls:
     ) -> None:
         self.unmet = unmet
         self._context = online(budget_bytes, device=device)
-        self._context.settings = dataclasses.replace(self._context.settings, may_exceed=may_exceed)
+        # Whoever catches the error of code between two passes need not know that the thread is still inside.
+        given: dict[str, Any] = {"may_exceed": may_exceed, "refuses_once": True}
+        self._context.settings = dataclasses.replace(self._context.settings, **given)
         self._entered = self._running = False
         self._calls: list[_Call] = []
         self._trusted: weakref.WeakSet[threading.Thread] = weakref.WeakSet([threading.main_thread()])
@@ -100,9 +102,10 @@ class OnlineCalls:
             self._left()
         if not self._entered or within or any(call.waits for call in self._calls):
             return
+        refused = self._context.has_refused
         if leave_if_innermost(self._context):
             self.step_seconds.append(time.perf_counter() - self._began)
-            self._needed_bytes = self._context.statistics.peak_bytes
+            self._needed_bytes = 0 if refused else self._context.statistics.peak_bytes
             self._left()
 
     def behind(self, error: BaseException) -> LowtideError | None:

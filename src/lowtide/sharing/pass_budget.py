@@ -13,7 +13,7 @@ from lowtide.ir import Costs
 from lowtide.program import Program
 from lowtide.program.sizes import Outside, check_device, outside_of
 from lowtide.settings import Settings
-from lowtide.sharing.constraints import Constraint, Member, plain_peak_bytes
+from lowtide.sharing.constraints import Constraint, Member, peak_bytes, plain_peak_bytes
 from lowtide.sharing.in_flight import Calls
 
 
@@ -52,14 +52,18 @@ class StepBudget:
     fixed: bool = False
 
     def of(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
-        """The bytes that the programs share, and those beside them; a percentage is of the peak of the step without plans."""
+        """The bytes that the programs share, and those beside them; a percentage is of the peak of the step without plans. All
+        of that are also enough for plans that keep everything."""
         plain = 1 if self.fixed and self.granted_bytes else plain_peak_bytes(constraints, members)
         settings, granted = self.settings, self.granted_bytes
         reserve = parse_budget(settings.reserve, plain, what="reserve") if settings.reserve else 0
         if settings.total_budget is not None:
             aside = reserve + self.outside.bytes
             return max(parse_budget(settings.total_budget, plain + aside) - aside, granted, 1), aside
-        return max(parse_budget(settings.given, plain) - reserve, granted), reserve
+        total = parse_budget(settings.given, plain)
+        if is_percentage(settings.given) and total >= plain > 1:
+            total = max(total, peak_bytes(constraints, [member.keep_all for member in members]))
+        return max(total - reserve, granted), reserve
 
 
 def pass_bytes(program: Program, settings: Settings, model: nn.Module, granted_bytes: int) -> int:
