@@ -66,6 +66,16 @@ def test_what_plans_alone_hold_is_no_part_of_what_a_percentage_is_of(writes: boo
     assert peak_bytes <= 0.81 * plain
 
 
+def test_all_of_what_plain_steps_take_is_enough_for_plans_that_keep_everything() -> None:
+    """Though these hold their arguments, too: nobody asked for less."""
+    model, x = _Scaled(False), torch.randn(ROWS, WIDTH)
+    lowtide.rematerialize(model, (x,), budget="100%")
+    for _ in range(4):
+        model.zero_grad()
+        model(x).backward()
+    assert [plan.overhead for plan in lowtide.plans(model)] == [0.0] * BLOCKS
+
+
 class _Overflowing(nn.Module):
     """Runs by another branch while its threshold is low, as in a first step that finds out how large values are."""
 

@@ -50,6 +50,7 @@ class StepBudget:
     outside: Outside = field(default_factory=Outside)
     granted_bytes: int = 0
     fixed: bool = False
+    _is_stretched: bool = False
 
     def of(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
         """The bytes that the programs share, and those beside them; a percentage is of the peak of the step without plans. All
@@ -64,6 +65,14 @@ class StepBudget:
         if is_percentage(settings.given) and total >= plain > 1:
             total = max(total, peak_bytes(constraints, [member.keep_all for member in members]))
         return max(total - reserve, granted), reserve
+
+    def stretches(self, needed_bytes: int, budget_bytes: int) -> bool:
+        """Whether one in percent is met by ``needed_bytes``, once, where these are at most a percent more: what plain steps
+        take is known no better."""
+        if self._is_stretched or not is_percentage(self.settings.given) or needed_bytes > budget_bytes * 101 // 100:
+            return False
+        self._is_stretched = True
+        return True
 
 
 def pass_bytes(program: Program, settings: Settings, model: nn.Module, granted_bytes: int) -> int:

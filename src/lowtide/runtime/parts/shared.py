@@ -10,9 +10,8 @@ between the graphs may hold memory, too; that is measured, where a pass of a gra
 and where no gap between them took more than the rest of the budget. A graph becomes known when it is first called: it gets a
 first plan for what the graphs before it leave, which saves the share that graphs have been given so far (at first, as little
 as it can) where others will follow. Where that does not suffice, the step goes on with its lowest plan (said in the log).
-After a step with first plans, and after one that did not fit (a graph that is known ran a second time, or at another shape,
-before the backward pass), all graphs are planned together (``lowtide.sharing``): only then is there a search, once for all of
-them. A budget in percent grows with the graphs that are known, so where more will come, the first cannot fail it either.
+After a step with first plans, and after one that did not fit (a graph ran twice, say, or at another shape), all are planned
+together, by one search. A budget in percent grows with the graphs that are known, so the first cannot fail it either.
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ class SharedBudget:
     What waits from earlier steps (a loss that is kept) is a part of every step."""
 
     def __init__(self, settings: Settings, what: str = "graphs") -> None:
-        self.settings, self.what = settings, what  # what: the programs are, for messages
+        self.settings, self.what, self.budget = settings, what, StepBudget(settings)  # what: programs are, for messages
         self.search = JointSearch(settings, brief=settings.planning == "background")  # since training waits for it
-        self.budget = StepBudget(settings)
         self.give_way: Callable[[int], bool] | None = None  # asked for so many bytes, whether the next step needs less
         self.steps = 0
         self.ran, self.gaps = Passes(), list[Gap]()
@@ -301,7 +299,6 @@ class SharedBudget:
     def _replan(self) -> None:
         """Plan all that ran in the last step together."""
         self.exceeded = self._first_plans = False
-        passes = self.record.passes
         members, constraints = self.record.together(self.member)
         self._known.clear()
         if not self.record:  # the step was broken off
@@ -312,21 +309,26 @@ class SharedBudget:
             chosen = self.search.first([*members.values()], constraints, budget)
             self._met = True
         except InfeasibleBudgetError as error:
-            if self.give_way is not None and self.give_way(error.minimum_bytes - budget):
-                self.exceeded, self.record = True, StepRecord()
-                return
-            unmet = self.record.infeasible(error, self.what, budget).beside(reserve)
-            nothing_planned = not passes and is_percentage(self.settings.given)  # at first most has not been seen
-            if not nothing_planned and (not passes or self.must_fit or not self._met):
-                raise unmet from None
-            if not nothing_planned or (self.steps > 1 and not self._said_over):
-                self._said_over = True
-                _LOG.warning("training goes on over its budget, as low as it can: %s", str(unmet))
-            if nothing_planned:
+            if not self.budget.stretches(error.minimum_bytes, budget) and self._gives_up(error, budget, reserve):
                 return
             self.budget.granted_bytes = error.minimum_bytes
             chosen = self.search.first([*members.values()], constraints, error.minimum_bytes)
         self._exchange(members, chosen)
+
+    def _gives_up(self, error: InfeasibleBudgetError, budget: int, reserve: int) -> bool:
+        """Where no plans fit: whether something else is done in the next step, or nothing can be. Raises where that is all."""
+        if self.give_way is not None and self.give_way(error.minimum_bytes - budget):
+            self.exceeded, self.record = True, StepRecord()
+            return True
+        unmet = self.record.infeasible(error, self.what, budget).beside(reserve)
+        passes = self.record.passes
+        nothing_planned = not passes and is_percentage(self.settings.given)  # at first most has not been seen
+        if not nothing_planned and (not passes or self.must_fit or not self._met):
+            raise unmet from None
+        if not nothing_planned or (self.steps > 1 and not self._said_over):
+            self._said_over = True
+            _LOG.warning("training goes on over its budget, as low as it can: %s", str(unmet))
+        return nothing_planned
 
     def improve(self, seconds: float) -> None:
         """Go on with the search for plans of all for so many seconds, between two steps."""
@@ -339,8 +341,7 @@ class SharedBudget:
 
     def finish(self, seconds: float | None = None) -> bool:
         """Go on with that search to its end, at most so many seconds, unless a step is under way; whether it has come."""
-        under_way = self._within or self._nested or self._ending or self.ran.pending()
-        if not (self.search.ended or under_way):
+        if not (self.search.ended or self._within or self._nested or self._ending or self.ran.pending()):
             self.improve(math.inf if seconds is None else seconds)
         return self.search.ended
 
