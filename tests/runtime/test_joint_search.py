@@ -46,7 +46,7 @@ def test_a_search_that_goes_on_in_later_steps_holds_the_budget_and_improves(monk
     model, x = _Uneven(), torch.randn(ROWS, 32)
     plain = copy.deepcopy(model)
     peak = lowtide.measure(lambda: plain(x).backward()).peak_bytes
-    lowtide.rematerialize(model, (x,), budget=peak * 6 // 10, planning="background")
+    lowtide.rematerialize(model, (x,), budget=peak * 6 // 10, planner="auto{effort=3}", planning="background")
     overheads, search, went_on = [], model.forward.parts.shared.search, False
     for step in range(8):
         plain.zero_grad()
@@ -76,7 +76,7 @@ def test_a_search_that_goes_on_in_later_steps_holds_the_budget_and_improves(monk
 def test_planning_that_is_waited_for_has_ended_before_training_goes_on() -> None:
     torch.manual_seed(0)
     model, x = _Uneven(), torch.randn(ROWS, 32)
-    lowtide.rematerialize(model, (x,), budget="60%", planning="wait")
+    lowtide.rematerialize(model, (x,), budget="60%", planner="auto{effort=3}", planning="wait")
     for _ in range(3):
         model(x).backward()
     assert model.forward.parts.shared.search.ended

@@ -37,7 +37,7 @@ class Gradient:
     """The gradient of an ``input``, which has come in so many terms (``arrived``)."""
 
     input: int
-    arrived: int = field(default=1, kw_only=True)
+    arrived: int = field(default=1, kw_only=True, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
