@@ -10,28 +10,17 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.parts import joint_search
+from tests.support.networks import LookedAt
 
 ROWS, WIDTHS = 512, (32, 48, 64, 80)
 
 
-class _Uneven(nn.Module):
-    """Blocks of different widths, between which values are looked at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                *(layer for _ in range(3) for layer in (nn.Linear(32, width), nn.Tanh(), nn.Linear(width, 32)))
-            )
-            for width in WIDTHS
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if x.abs().max().item() > 1e6:
-                raise OverflowError
-        return x.square().mean()
+def _uneven() -> nn.Module:
+    """Blocks of different widths."""
+    return LookedAt(
+        nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, width), nn.Tanh(), nn.Linear(width, 32))))
+        for width in WIDTHS
+    )
 
 
 def _overhead(model: nn.Module) -> float:
@@ -43,7 +32,7 @@ def test_a_search_that_goes_on_in_later_steps_holds_the_budget_and_improves(monk
     monkeypatch.setattr(joint_search, "_FIRST_SECONDS", 0.0)
     monkeypatch.setattr(joint_search, "_LEAST_SECONDS", 0.0)
     torch.manual_seed(0)
-    model, x = _Uneven(), torch.randn(ROWS, 32)
+    model, x = _uneven(), torch.randn(ROWS, 32)
     plain = copy.deepcopy(model)
     peak = lowtide.measure(lambda: plain(x).backward()).peak_bytes
     lowtide.rematerialize(model, (x,), budget=peak * 6 // 10, planner="auto{effort=3}", planning="background")
@@ -75,7 +64,7 @@ def test_a_search_that_goes_on_in_later_steps_holds_the_budget_and_improves(monk
 
 def test_planning_that_is_waited_for_has_ended_before_training_goes_on() -> None:
     torch.manual_seed(0)
-    model, x = _Uneven(), torch.randn(ROWS, 32)
+    model, x = _uneven(), torch.randn(ROWS, 32)
     lowtide.rematerialize(model, (x,), budget="60%", planner="auto{effort=3}", planning="wait")
     for _ in range(3):
         model(x).backward()

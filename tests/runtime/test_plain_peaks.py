@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
+from tests.support.networks import LookedAt
 
 WIDTH, ROWS = 32, 1024
 BLOCKS = 6
@@ -93,21 +94,9 @@ class _Overflowing(nn.Module):
         return x
 
 
-class _Learning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block for _ in range(BLOCKS // 2) for block in (_Overflowing(), _Quantized()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if x.abs().max().item() > 1e6:
-                raise OverflowError
-        return x.square().mean()
-
-
 def test_calls_that_first_run_as_they_are_are_not_counted_twice() -> None:
-    model, x = _Learning(), torch.randn(ROWS, WIDTH)
+    model = LookedAt(block for _ in range(BLOCKS // 2) for block in (_Overflowing(), _Quantized()))
+    x = torch.randn(ROWS, WIDTH)
     plain = _plain_peak_bytes(copy.deepcopy(model), x)
     lowtide.rematerialize(model, (x,), budget="60%")
     for _ in range(5):

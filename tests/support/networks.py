@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -34,6 +34,21 @@ class WithLoss(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = self.body(*args, **kwargs)
         return (result.abs() if result.is_complex() else result.float()).square().mean()
+
+
+class LookedAt(nn.Module):
+    """Blocks, after each of which it looks at values, so that it is no single program; the mean square is the result."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.abs().max().item() > 1e6:
+                raise OverflowError
+        return x.square().mean()
 
 
 def perceptron(depth: int = 6, width: int = WIDTH, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:

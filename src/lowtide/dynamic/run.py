@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import get_ident
 from typing import Any, TypeVar
@@ -230,8 +230,9 @@ class OnlineRun:
         failure = error if isinstance(error, RebuildError) else refusal
         if failure is not None:
             self.memory.may_exceed |= self.settings.refuses_once
-            self.refused = self._budget_error(failure, operator)  # not raised: it would keep the frames of the program
-            raise self._budget_error(failure, operator) from error
+            raised = self._budget_error(failure, operator)
+            self.refused = replace(raised)  # alone: its traceback keeps the frames of the program
+            raise raised from error
 
     def _budget_error(self, failure: Refusal | RebuildError, operator: str) -> OnlineBudgetError:
         session = min(self.sessions, key=lambda session: session.limit_bytes)

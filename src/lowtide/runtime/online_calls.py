@@ -47,8 +47,8 @@ class OnlineCalls:
         self.unmet = unmet
         self._context = online(budget_bytes, device=device)
         # Whoever catches the error of code between two passes need not know that the thread is still inside.
-        given: dict[str, Any] = {"may_exceed": may_exceed, "refuses_once": True}
-        self._context.settings = dataclasses.replace(self._context.settings, **given)
+        settings = self._context.settings
+        self._context.settings = dataclasses.replace(settings, may_exceed=may_exceed, refuses_once=True)
         self._entered = self._running = False
         self._calls: list[_Call] = []
         self._trusted: weakref.WeakSet[threading.Thread] = weakref.WeakSet([threading.main_thread()])

@@ -35,6 +35,11 @@ class Assignment:
         return plain_time_ns(member.program.graph, member.costs) if self.plan is None else self.plan.time_ns
 
 
+def total_time_ns(chosen: Sequence[Assignment], members: Sequence[Member]) -> int:
+    """What all of them take."""
+    return sum(one.time_ns(member) for one, member in zip(chosen, members, strict=True))
+
+
 def plan_alone(chosen: Assignment, member: Member) -> Plan:
     """The plan of an assignment, which was made with room for others, as one of the graph alone."""
     graph, costs = member.program.graph, member.costs

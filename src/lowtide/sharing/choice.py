@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.planning import Plan
 from lowtide.sharing.agreement import program_key
-from lowtide.sharing.assignment import Assignment, Planning, Share
+from lowtide.sharing.assignment import Assignment, Planning, Share, total_time_ns
 from lowtide.sharing.constraints import Constraint, Member, peak_bytes
 from lowtide.sharing.plans import Plans
 from lowtide.sharing.upgrades import upgraded
@@ -119,7 +119,7 @@ class _Search:
         peak = peak_bytes(self.constraints, [assignment.footprint for assignment in found])
         if peak > budget_bytes:
             raise _too_little(budget_bytes, peak)
-        if self.best is None or _time_ns(found) < _time_ns(self.best):
+        if self.best is None or self._time_ns(found) < self._time_ns(self.best):
             self.best = found
         return found
 
@@ -208,7 +208,7 @@ class _Search:
             return self.refined(self.common_fraction(budget_bytes), budget_bytes)
         tried = [[number / _TRIED] * len(self.members) for number in range(_TRIED)]
         fitting = [one for one in tried if self._fits(one, budget_bytes)] or tried[:1]
-        return min(fitting, key=lambda one: _time_ns(self.assignments(one, budget_bytes)))
+        return min(fitting, key=lambda one: self._time_ns(self.assignments(one, budget_bytes)))
 
     def common_fraction(self, budget_bytes: int) -> list[float]:
         """About the largest that all members can have. Raises ``InfeasibleBudgetError``."""
@@ -245,7 +245,7 @@ class _Search:
 
     def refined(self, fractions: Sequence[float], budget_bytes: int) -> list[float]:
         """``fractions`` with more for some programs and less for others, as long as that saves time."""
-        best, best_ns = list(fractions), _time_ns(self.assignments(fractions, budget_bytes))
+        best, best_ns = list(fractions), self._time_ns(self.assignments(fractions, budget_bytes))
         if self._plans.most is None:
             self._plans.most = (1 + _LONGER) * self._plans.tried
         self._most = self._plans.most
@@ -255,13 +255,16 @@ class _Search:
             for fraction in (own / 2, (1 + own) / 2, 1.0):
                 tried = [fraction if index in same else other for index, other in enumerate(best)]
                 try:
-                    tried_ns = _time_ns(self.assignments(tried, budget_bytes))
+                    tried_ns = self._time_ns(self.assignments(tried, budget_bytes))
                 except (InfeasibleBudgetError, _EnoughError):
                     continue
                 if tried_ns < best_ns:
                     best, best_ns = tried, tried_ns
         self._most = math.inf
         return best
+
+    def _time_ns(self, chosen: Sequence[Assignment]) -> int:
+        return total_time_ns(chosen, self.members)
 
     def _fits(self, fractions: Sequence[float], budget_bytes: int) -> bool:
         """Whether the budget is met where members have these fractions."""
@@ -308,10 +311,6 @@ class _Search:
 
 def _as_assigned(member: Member, share: Share, plan: Plan) -> Assignment:
     return Assignment(member.footprint(plan.schedule), share, plan)
-
-
-def _time_ns(assignments: Sequence[Assignment]) -> int:
-    return sum(assignment.plan.time_ns for assignment in assignments if assignment.plan is not None)
 
 
 def _too_little(budget_bytes: int, minimum_bytes: int) -> InfeasibleBudgetError:

@@ -55,14 +55,15 @@ class StepBudget:
     def of(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
         """The bytes that the programs share, and those beside them; a percentage is of the peak of the step without plans. All
         of that are also enough for plans that keep everything."""
-        plain = 1 if self.fixed and self.granted_bytes else plain_peak_bytes(constraints, members)
+        fixed = self.fixed and self.granted_bytes > 0
+        plain = 1 if fixed else plain_peak_bytes(constraints, members)
         settings, granted = self.settings, self.granted_bytes
         reserve = parse_budget(settings.reserve, plain, what="reserve") if settings.reserve else 0
         if settings.total_budget is not None:
             aside = reserve + self.outside.bytes
             return max(parse_budget(settings.total_budget, plain + aside) - aside, granted, 1), aside
         total = parse_budget(settings.given, plain)
-        if is_percentage(settings.given) and total >= plain > 1:
+        if is_percentage(settings.given) and total >= plain and not fixed:
             total = max(total, peak_bytes(constraints, [member.keep_all for member in members]))
         return max(total - reserve, granted), reserve
 

@@ -20,7 +20,7 @@ from torch._functorch import config as functorch_config
 from torch._higher_order_ops import effects
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, disable_functional_mode
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.fx import _lazy_graph_module, _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 
@@ -225,7 +225,7 @@ class _Joint:
             with contextlib.ExitStack() as stack:
                 for kind in plain_types():
                     stack.enter_context(torch.amp.autocast(kind, enabled=False))
-                edges = {get_gradient_edge(one): number for number, one in wanted.items()}
+                edges = {get_gradient_edge(one)[:2]: number for number, one in wanted.items()}
                 stack.enter_context(_told_apart(sources, edges, self.arrived))
                 for number, one in wanted.items():
                     hook = one.register_hook(lambda _, number=number: complete.append(number))  # type: ignore[no-untyped-call]
@@ -281,11 +281,10 @@ def _like(output: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _told_apart(
-    outputs: Sequence[torch.Tensor], edges: Mapping[GradientEdge, int], arrived: Counter[int]
+    outputs: Sequence[torch.Tensor], edges: Mapping[tuple[Any, int], int], arrived: Counter[int]
 ) -> Iterator[None]:
     """Inside, the backward pass of ``outputs``: nodes get ``meta["partitioner_tag"]``, and in ``meta["seq_nr"]`` the number
     that those of the forward pass have which they are the backward of. What comes along ``edges`` is counted (``arrived``)."""
-    numbers = {(edge.node, edge.output_nr): number for edge, number in edges.items()}
 
     def note(known: Sequence[int | None], gradients: Sequence[torch.Tensor | None], _: Any) -> None:
         fx_traceback.reset_grad_fn_seq_nr()
@@ -295,7 +294,7 @@ def _told_apart(
     for node in below(outputs):
         number = node._sequence_nr()
         node.register_prehook(lambda *_, number=number: fx_traceback.set_grad_fn_seq_nr(number))
-        node.register_hook(functools.partial(note, [numbers.get(edge) for edge in node.next_functions]))
+        node.register_hook(functools.partial(note, [edges.get(edge) for edge in node.next_functions]))
     fx_traceback.current_meta["partitioner_tag"] = "is_backward"
     try:
         yield

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from lowtide.pipeline import share_planners
 from lowtide.settings import Settings
 from lowtide.sharing import Assignment, Constraint, Member, Plans, choose
+from lowtide.sharing.assignment import total_time_ns
 
 _FIRST_SECONDS = 2.0
 _SHARE = 0.2  # of the time that training takes, for as long as the search goes on
@@ -60,7 +61,7 @@ class JointSearch:
             return None
         assert self._best is not None
         chosen, before = self._choose(seconds), self._best
-        if _time_ns(chosen, known[0]) >= _time_ns(before, known[0]):
+        if total_time_ns(chosen, known[0]) >= total_time_ns(before, known[0]):
             return None
         self._best = chosen
         return chosen
@@ -74,7 +75,3 @@ class JointSearch:
         self._left = time.monotonic()
         self.ended, self._debt = self._left < end, max(self._left - end, 0.0)
         return chosen
-
-
-def _time_ns(chosen: Sequence[Assignment], members: Sequence[Member]) -> int:
-    return sum(one.time_ns(member) for one, member in zip(chosen, members, strict=True))

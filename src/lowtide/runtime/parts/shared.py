@@ -106,8 +106,8 @@ class SharedBudget:
             self._met |= whole and fits and not self.exceeded and bool(self.record)
             if (self.exceeded or self._first_plans or not fits) and whole and not self.postponed:
                 self._replan()
-            elif self.search.due_seconds:
-                self.improve(self.search.due_seconds)
+            elif seconds := self.search.due_seconds:
+                self.improve(seconds)
             self.steps, self.unlike = self.steps + 1, False
             self.gaps.clear()
             self.spare.begin_step()
