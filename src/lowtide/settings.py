@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lowtide.budget import is_percentage, parse_budget
 from lowtide.errors import PlanError
-from lowtide.ir.second_memory import check_second_memory
+from lowtide.ir.costs import check_second_memory
 from lowtide.solve import check_seed, get_planner
 from lowtide.solve.auto import Auto
 

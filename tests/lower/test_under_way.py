@@ -18,7 +18,7 @@ from lowtide.ir import Compute, Schedule, awaited, is_view, simulate
 from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.lower.under_way import UnderWay
 from lowtide.program import Program
-from lowtide.runtime.programs.placed import lowered
+from lowtide.runtime.programs.entry import lowered
 from lowtide.solve.moving.early import improved
 from lowtide.solve.moving.steps import place_transfers
 from tests.support.networks import WithLoss

@@ -15,7 +15,7 @@ import lowtide
 from lowtide.api import _planned
 from lowtide.errors import ScheduleError
 from lowtide.ir import Fetch, Free, Graph, Offload, Schedule, check, keep_all_schedule
-from lowtide.runtime.programs.placed import lowered
+from lowtide.runtime.programs.entry import lowered
 from tests.support.networks import WithLoss
 
 

@@ -18,7 +18,7 @@ from lowtide.planning import Plan
 from lowtide.program import generators
 from lowtide.program.results import GradientMask
 from lowtide.runtime.calls.step import run
-from lowtide.runtime.programs.placed import lowered
+from lowtide.runtime.programs.entry import lowered
 
 
 def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Sample) -> int:

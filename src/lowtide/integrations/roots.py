@@ -29,10 +29,10 @@ from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
 from lowtide.memory.allocators import PeakWindow, meter_of
 from lowtide.objects import structure
 from lowtide.planning import Plan
+from lowtide.runtime.caller import is_transformed
 from lowtide.runtime.calls.differentiated import WHY
 from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.parts.submodules import is_one_operator
-from lowtide.runtime.transforms import is_transformed
 
 _Call = Callable[..., Any]
 SMALL_BYTES = 1 << 20  # a pass below this is not worth an error

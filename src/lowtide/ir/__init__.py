@@ -1,10 +1,9 @@
 """The intermediate representation: graphs, costs and schedules, with their simulator and checker. No torch."""
 
 from lowtide.ir.checker import check
-from lowtide.ir.costs import Costs
+from lowtide.ir.costs import Costs, SecondMemory
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule, Step
-from lowtide.ir.second_memory import SecondMemory
 from lowtide.ir.sequence import (
     collectives_of,
     is_view,

@@ -1,15 +1,68 @@
-"""What a graph costs on a device: integer columns beside the graph, one entry per op or per storage."""
+"""What a graph costs on a device: integer columns beside the graph, one entry per op or per storage; and its second memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.ir.second_memory import SecondMemory
+from lowtide.errors import PlanError
 
 Column = npt.NDArray[np.int64]
+_NS_PER_SECOND = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SecondMemory:
+    """Host memory behind a link, or a file on a disk.
+
+    ``offload_bytes_per_second`` and ``fetch_bytes_per_second`` are the bandwidths of the two directions, measured while
+    operators run; ``latency_ns`` passes before the first byte of a transfer. Transfers in one direction run one after another,
+    those in both directions too where they are ``shared``, as on a disk. ``capacity_bytes``: how much it holds, ``None``
+    without a limit. ``name``: which one it is, where it is more than an assumption (``"cpu"``, ``"disk:/folder"``).
+
+    Raises ``PlanError`` for a bandwidth below 1 byte per second, and for a latency or a capacity below 0.
+    """
+
+    offload_bytes_per_second: int
+    fetch_bytes_per_second: int
+    latency_ns: int = 0
+    capacity_bytes: int | None = None
+    shared: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.offload_bytes_per_second, self.fetch_bytes_per_second) < 1:
+            raise PlanError("a second memory moves at least 1 byte per second in both directions.")
+        if self.latency_ns < 0 or (self.capacity_bytes or 0) < 0:
+            raise PlanError("the latency and the capacity of a second memory are not below 0.")
+
+    def held(self, sizes: Iterable[tuple[int, int]]) -> list[int]:
+        """Of storages and their bytes, one after the other, those that it has room for beside the ones before."""
+        room, found = self.capacity_bytes, list[int]()
+        for storage, size in sizes:
+            if room is None or size <= room:
+                found.append(storage)
+                room = None if room is None else room - size
+        return found
+
+    def offload_ns(self, size: int) -> int:
+        """How long ``size`` bytes take there."""
+        return self.latency_ns - (-size * _NS_PER_SECOND // self.offload_bytes_per_second)
+
+    def fetch_ns(self, size: int) -> int:
+        """How long ``size`` bytes take back."""
+        return self.latency_ns - (-size * _NS_PER_SECOND // self.fetch_bytes_per_second)
+
+
+def check_second_memory(name: object) -> None:
+    """Raises ``PlanError`` for what is not the name of one that models can use."""
+    if not isinstance(name, str) or not (name in ("cpu", "disk") or (name.startswith("disk:") and name != "disk:")):
+        raise PlanError(
+            f'offload={name!r} is unknown; use "cpu" (the host\'s memory, for an accelerator), "disk" or "disk:/folder".'
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lowtide.errors import PlanError
-from lowtide.ir.costs import Column, Costs
+from lowtide.ir.costs import Column, Costs, SecondMemory
 from lowtide.ir.fields import (
     DAG_FORMAT,
     GRAPH_FORMAT,
@@ -29,7 +29,6 @@ from lowtide.ir.fields import (
 )
 from lowtide.ir.graph import Graph, Op, Phase, Storage, Value
 from lowtide.ir.schedule import Compute, Fetch, Free, Offload, RestoreRng, SaveRng, Schedule, Step
-from lowtide.ir.second_memory import SecondMemory
 
 STEPS: dict[str, Callable[..., Step]] = {
     "compute": Compute,

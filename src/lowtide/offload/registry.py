@@ -9,7 +9,7 @@ import threading
 import torch
 
 from lowtide.errors import PlanError
-from lowtide.ir.second_memory import check_second_memory
+from lowtide.ir.costs import check_second_memory
 from lowtide.offload.interface import SecondMemoryOf
 
 _OPEN: dict[tuple[str, torch.device, int], SecondMemoryOf] = {}  # by name, device and process

@@ -28,14 +28,13 @@ from lowtide.objects import structure, ways
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.targets import UnexpectedValueError
-from lowtide.runtime.caller import calling, copied_module, has_copied, let_go
+from lowtide.runtime.caller import calling, copied_module, has_copied, is_transformed, let_go
 from lowtide.runtime.calls.step import run
 from lowtide.runtime.checked import is_due, require_same
 from lowtide.runtime.programs.call_values import CallValues
 from lowtide.runtime.programs.entry import Entry, Sample, Signature, signature
 from lowtide.runtime.programs.programs import Programs
-from lowtide.runtime.programs.unusual import UnusualCalls
-from lowtide.runtime.transforms import is_transformed
+from lowtide.runtime.programs.recaptures import UnusualCalls
 from lowtide.runtime.updates.spent import fill_zeroed
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from lowtide.cost.devices import device_name
 from lowtide.planning import Plan
 from lowtide.program.program import Program
 from lowtide.program.sizes import program_device
-from lowtide.sharing.messages import default_store, tell, told
 from lowtide.store import content_key
 
 _LOG = logging.getLogger(__name__)
@@ -143,3 +144,18 @@ def _timeout_seconds() -> float:
     device = next(iter(group._device_types), torch.device("cpu"))
     timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
     return _PATIENCE_SECONDS if timeout is None else float(timeout.total_seconds())
+
+
+def default_store() -> Any:
+    """The store at which all processes meet."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def tell(store: Any, key: str, message: Any) -> None:
+    """Leave ``message``, of parts that JSON knows or ``None``, at ``key``."""
+    store.set(key, zlib.compress(msgspec.json.encode(message)))
+
+
+def told(store: Any, key: str) -> Any:
+    """The message at ``key``, which is waited for."""
+    return msgspec.json.decode(zlib.decompress(bytes(store.get(key))))

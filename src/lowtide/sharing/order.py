@@ -21,8 +21,7 @@ from lowtide.ir import Graph, Schedule, collectives_of
 from lowtide.ir.serial import schedule_from_json, schedule_to_json
 from lowtide.program.distributed.communication import communicating
 from lowtide.program.program import Program
-from lowtide.sharing.agreement import program_key
-from lowtide.sharing.messages import default_store, tell, told
+from lowtide.sharing.agreement import default_store, program_key, tell, told
 from lowtide.store import content_key
 
 _POLL_SECONDS = 0.02

@@ -25,7 +25,7 @@ from lowtide.cost.links import Link
 from lowtide.cost.workspaces import with_state_transfers
 from lowtide.errors import CostError, InfeasibleBudgetError, PlanError
 from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, simulate
-from lowtide.ir.second_memory import check_second_memory
+from lowtide.ir.costs import check_second_memory
 from lowtide.planning import make_plan
 from lowtide.program import Program
 from lowtide.program.optimizer_state import Optimizer, optimizer_state_bytes

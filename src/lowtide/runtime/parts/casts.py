@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lowtide.capture.model_state import named_modules
-from lowtide.runtime.programs.unusual import UnusualCallError
+from lowtide.runtime.programs.recaptures import UnusualCallError
 
 _LOG = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ from lowtide.runtime.parts.step_record import StepRecord
 from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, saves_otherwise, tried_in
 from lowtide.runtime.programs.entry import Entry, Sample, Signature
 from lowtide.runtime.programs.kin import Alike, FamilyCall, Kin, Kins
-from lowtide.runtime.programs.unusual import UnusualCallError
+from lowtide.runtime.programs.recaptures import UnusualCallError
 from lowtide.settings import Settings
 from lowtide.sharing import Constraint, Member
 

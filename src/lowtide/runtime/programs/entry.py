@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,22 +25,24 @@ from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.autocast import is_kept
 from lowtide.errors import ExecutionError
 from lowtide.ir import Schedule, simulate
-from lowtide.lower import Lowered
+from lowtide.lower import Addresses, Lowered, lower
 from lowtide.memory.arena import Arena
 from lowtide.objects import structure, ways
 from lowtide.objects.keys import fingerprint, tensor_keys
 from lowtide.objects.structure import Changing, Way
+from lowtide.offload import open_memory, room_for
 from lowtide.planning import Plan
 from lowtide.program import Program, layouts
 from lowtide.program.distributed.local import like_form, specs_of
 from lowtide.program.results import GradientMask
-from lowtide.program.sizes import device_of_inputs
+from lowtide.program.sizes import device_of_inputs, program_device
 from lowtide.runtime.programs.modes import fixed_modes, modes_as, modes_of
-from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 from lowtide.settings import Settings
 from lowtide.sharing import Member
+from lowtide.units import format_bytes
 
+_LOG = logging.getLogger(__name__)
 Signature = tuple[Any, ...]
 _MOST_SCHEDULES = 8  # that are offered to siblings
 _GAIN = 0.005  # of the time of a step, from which another's schedule is taken over
@@ -295,3 +299,22 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
         return layouts.copied(tensor).requires_grad_(tensor.requires_grad)
     hollow = layouts.without_memory(tensor)
     return hollow if tensor.is_leaf else torch.ops.aten.alias.default(hollow)
+
+
+def lowered(program: Program, plan: Plan, arena: Arena | None) -> Lowered:
+    """``program`` by the schedule of ``plan``, in ``arena``, if there is one. Where the addresses do not fit the budget it
+    runs without, which the log says."""
+    memory, beside, device = plan.costs.second_memory, plan.costs.collectives_beside, program_device(program)
+    if plan.schedule.moves and memory is not None:
+        opened = functools.partial(open_memory, memory.name, device)
+        return lower(program, plan.schedule, room=room_for(plan.schedule, plan.costs, opened), beside=beside)
+    if arena is None:
+        return lower(program, plan.schedule, beside=beside)
+    layout = plan.layout
+    if layout.reserved_bytes > plan.budget_bytes:
+        _LOG.warning(
+            "its addresses take up %d bytes (%s), more than the budget of %d: it runs without an arena",
+            layout.reserved_bytes, format_bytes(layout.reserved_bytes), plan.budget_bytes,
+        )  # fmt: skip
+        return lower(program, plan.schedule, beside=beside)
+    return lower(program, plan.schedule, Addresses.of(layout, arena, device), beside=beside)

@@ -14,8 +14,7 @@ from lowtide.planning import Plan
 from lowtide.planning.background import BackgroundSearch
 from lowtide.planning.cache import PlanRequest
 from lowtide.program import Program
-from lowtide.runtime.programs.entry import Entry
-from lowtide.runtime.programs.placed import lowered
+from lowtide.runtime.programs.entry import Entry, lowered
 from lowtide.sharing.agreement import Successors
 
 _LOG = logging.getLogger(__name__)

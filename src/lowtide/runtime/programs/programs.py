@@ -31,12 +31,11 @@ from lowtide.program.results import GradientMask
 from lowtide.program.sizes import program_device
 from lowtide.progress import shown
 from lowtide.runtime.programs.changing import ChangingInputs
-from lowtide.runtime.programs.entry import Entry, KeptSample, Sample, Signature, new_call
+from lowtide.runtime.programs.entry import Entry, KeptSample, Sample, Signature, lowered, new_call
 from lowtide.runtime.programs.fitting import fitted, with_updates
 from lowtide.runtime.programs.improving import Improving, ImprovingTogether
 from lowtide.runtime.programs.kin import FamilyCall, Kin, Kins, schedules_of
 from lowtide.runtime.programs.owning import Owning
-from lowtide.runtime.programs.placed import lowered
 from lowtide.runtime.programs.recaptures import Recaptures
 from lowtide.runtime.programs.rescue import Rescue
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer

@@ -1,12 +1,18 @@
-"""Why calls of shapes that are known are captured again, and what is learned from it for the next capture."""
+"""Why calls of shapes that are known are captured again, and what is learned from it for the next capture.
+
+``Novelty`` tells whether the programs of a model come again, and what it takes that they do not. ``UnusualCalls`` are those in
+which a check of values goes otherwise than in any program that is known, where what they do is no graph: codes of a quantizer
+that nobody uses are replaced, say. They run apart, and leave the others their program.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +21,6 @@ from lowtide.capture import Captured, Known
 from lowtide.errors import CaptureError
 from lowtide.objects import structure
 from lowtide.runtime.programs.entry import Entry, Signature
-from lowtide.runtime.programs.novelty import Novelty
 
 _LOG = logging.getLogger(__name__)
 _MANY_CAPTURES = 8  # for the same shapes: said in the log
@@ -24,6 +29,11 @@ _FEW_CAPTURES = 4  # the same, where a number changes that is computed with, wha
 _DECIDED_CAPTURES, _DECIDED_CALLS = 5, 4  # the same, where draws decide, in fewer calls than so many for each capture
 _MANY_DRAWS, _OF_MANY_CAPTURES = 5, 2  # the same, where so many draws decide: there are more ways than calls will show
 _MOST_UNEXPECTED = 3  # programs for the same shapes that differ in how checks of values go
+_LATEST, _NEW = 32, 27  # calls, and how many of them are captured where that is so in most
+_IN_A_ROW = 16  # the same where programs depend on values (lengths, say, or what is drawn), of which none come again
+_WORTH = 3  # times as long as its operators take, a capture may take
+_MANY_APART = 16  # unusual calls: more than half of all may then be no more
+_MOST_NOTED = 256  # ways in which unusual calls go
 
 
 class ManyProgramsError(CaptureError):
@@ -133,3 +143,72 @@ class Recaptures:
         except CaptureError:  # the model's own error, say
             self.known = replace(self.known, expected=usual)
             raise
+
+
+class _Call(NamedTuple):
+    seconds: float  # of capture and planning; 0 where the program was known
+    operators: float  # seconds
+    by_values: bool
+
+
+class Novelty:
+    """Of the latest calls of a model by plans."""
+
+    def __init__(self) -> None:
+        self._calls: deque[_Call] = deque(maxlen=_LATEST)
+
+    def came(self, entry: Entry, seconds: float = 0.0) -> None:
+        """A call is about to run by ``entry``, which took so long to capture and to plan, if it was not known."""
+        conditions = entry.conditions[0]
+        by_values = bool(conditions.questions) or conditions.draws is not None
+        self._calls.append(_Call(seconds, entry.plan.time_ns / 1e9, by_values))
+
+    @property
+    def seconds(self) -> float:
+        """Of a call, in the mean of the latest."""
+        calls = self._latest(_IN_A_ROW)
+        return sum(call.seconds + call.operators for call in calls) / max(len(calls), 1)
+
+    @property
+    def why(self) -> str:
+        """In words, that programs come too seldom again to be captured; empty where they do."""
+        few, many = self._latest(_IN_A_ROW), self._latest(_LATEST)
+        never = len(few) == _IN_A_ROW and all(call.seconds and call.by_values for call in few)
+        seldom = len(many) == _LATEST and sum(call.seconds > 0 for call in many) >= _NEW
+        calls = few if never else many
+        taken, operators = sum(call.seconds for call in calls), sum(call.operators for call in calls)
+        if not (never or seldom) or taken <= _WORTH * operators:
+            return ""
+        new = sum(call.seconds > 0 for call in calls)
+        return f"{new} of the last {len(calls)} calls were captured, which took {taken:.1f} s beside {operators:.1f} s"
+
+    def _latest(self, number: int) -> list[_Call]:
+        return [*self._calls][-number:]
+
+
+class UnusualCallError(Exception):
+    """This call of a part runs as if it were none."""
+
+
+class UnusualCalls:
+    """Those of one module, which are no program."""
+
+    def __init__(self) -> None:
+        self._why: dict[tuple[Signature, tuple[bool, ...]], str] = {}
+        self._calls: Counter[Signature] = Counter()
+
+    def why(self, key: Signature, expected: tuple[bool, ...]) -> str:
+        """Why there is no program for calls with this signature whose first checks go like this; empty where that is not
+        known."""
+        return self._why.get((key, expected), "")
+
+    def note(self, key: Signature, expected: tuple[bool, ...], why: str) -> None:
+        if len(self._why) >= _MOST_NOTED:
+            self._why.clear()
+            self._calls.clear()
+        self._why[key, expected] = why
+
+    def are_usual(self, key: Signature, calls: int) -> bool:
+        """There is another of them, among so many ``calls`` with this signature: whether they are most of these by now."""
+        self._calls[key] += 1
+        return self._calls[key] >= _MANY_APART and 2 * self._calls[key] > calls

@@ -33,7 +33,7 @@ from lowtide.program import Program, targets
 from lowtide.program.distributed.sharded import is_sharded
 from lowtide.program.sizes import program_device
 from lowtide.runtime.programs.entry import Entry, Owner
-from lowtide.runtime.programs.placed import lowered as lowered_by
+from lowtide.runtime.programs.entry import lowered as lowered_by
 from lowtide.sharing.agreement import several_processes
 from lowtide.units import BYTE_UNITS, format_bytes, format_percent
 

@@ -24,11 +24,17 @@ from torch.optim.optimizer import Optimizer
 from lowtide.errors import ExecutionError
 from lowtide.program.program import Program
 from lowtide.program.updates import with_updates
-from lowtide.runtime.updates.leaves import accelerate_accumulates, accumulates, accumulating_nodes, has_hooks, pointer
+from lowtide.runtime.updates.leaves import (
+    OtherPasses,
+    accelerate_accumulates,
+    accumulates,
+    accumulating_nodes,
+    has_hooks,
+    pointer,
+)
 from lowtide.runtime.updates.moving_gradients import MovingGradients
 from lowtide.runtime.updates.moving_states import MovingStates, saved_whole
 from lowtide.runtime.updates.optimizer_step import ParameterStep, plain_step, step_for, values_of
-from lowtide.runtime.updates.other_passes import OtherPasses
 from lowtide.runtime.updates.spent import SpentGradient, SpentGradients, fill_zeroed
 
 _LOG = logging.getLogger(__name__)

@@ -8,16 +8,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from lowtide.capture.python_state.code.asked import Named
 from lowtide.capture.python_state.code.code_names import names_in
 from lowtide.capture.trace.patches import wrapped
+from lowtide.objects.walk import closed_over
+from lowtide.program.results import below
 
 _OTHERS = sys.stdlib_module_names | {"torch", "sympy", "lowtide"}  # what such code calls, and what traces it
+_FORMULAS = ("_setup_context_fn", "_backward_fn")  # attributes of what the autograd function of an operator refers to
 
 
 @contextlib.contextmanager
@@ -46,3 +50,14 @@ def named(names: set[str]) -> Iterator[None]:
 
     with wrapped(BackwardCFunction, "apply", noting), wrapped(torch.Tensor, "register_hook", hooking):
         yield
+
+
+def formulas(results: Sequence[torch.Tensor]) -> Iterator[Named]:
+    """Formulas of gradients that operators were given by ``torch.library``, code of the user's that no code of the model names:
+    those that the backward pass of traced results comes to."""
+    functions: dict[Any, None] = {getattr(node, "_forward_cls", None): None for node in below(results)}
+    for backward in (getattr(function, "backward", None) for function in functions):
+        for owner in closed_over(backward) if isinstance(backward, types.FunctionType) else ():
+            for name in _FORMULAS:
+                if name in getattr(owner, "__dict__", ()):
+                    yield Named("attribute", owner, name, f"{name} of {getattr(owner, '_qualname', 'an operator')}")

@@ -25,8 +25,8 @@ from torch import nn
 
 from lowtide.capture.python_state.code import code_names
 from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
-from lowtide.capture.python_state.code.formulas import formulas
 from lowtide.capture.python_state.code.installed import is_installed, is_library
+from lowtide.capture.python_state.code.late import formulas
 from lowtide.capture.python_state.guards import files
 from lowtide.capture.python_state.guards.caches import Results, is_cache
 from lowtide.capture.python_state.guards.classes_shown import ClassesShown, is_shown
