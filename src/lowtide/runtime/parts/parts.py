@@ -11,234 +11,48 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from lowtide.budget import is_percentage
-from lowtide.capture import Captured
-from lowtide.capture.model_state import State, model_state
 from lowtide.capture.python_state.paths import named
-from lowtide.capture.trace.sizes import Shapes
-from lowtide.errors import CaptureError, NoGradientError
-from lowtide.memory.collector import collect_young, collector_held
-from lowtide.pipeline import Finish
-from lowtide.planning import Plan
-from lowtide.program import Program
+from lowtide.errors import CaptureError
 from lowtide.program.distributed.sharded import is_sharded
-from lowtide.program.results import GradientMask
 from lowtide.program.sizes import outside_of_model
-from lowtide.runtime.calls.differentiated import DifferentiatedAgain
-from lowtide.runtime.parts.backward_calls import BackwardCalls
-from lowtide.runtime.parts.casts import KeptCasts
 from lowtide.runtime.parts.eager_steps import EagerSteps
-from lowtide.runtime.parts.forward_pass import ForwardPass, with_siblings
-from lowtide.runtime.parts.outside import OutsideWatch
-from lowtide.runtime.parts.recomputed import Recomputation
+from lowtide.runtime.parts.part import PartsInPlace
 from lowtide.runtime.parts.shared import SharedBudget
-from lowtide.runtime.parts.sharing_forward import SharingForward, device_of
-from lowtide.runtime.parts.step_record import StepRecord
-from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, saves_otherwise, tried_in
-from lowtide.runtime.programs.entry import Entry, Sample, Signature
-from lowtide.runtime.programs.kin import Alike, FamilyCall, Kin, Kins
-from lowtide.runtime.programs.recaptures import UnusualCallError
+from lowtide.runtime.parts.submodules import can_run_in_parts
 from lowtide.settings import Settings
-from lowtide.sharing import Constraint, Member
+from lowtide.sharing import Constraint
 
 _LOG = logging.getLogger(__name__)
-_MOST_NEW = 3  # programs in a row that are planned for calls none of which comes again
 
 
-class Part(SharingForward):
-    """A submodule that is tried as a part. ``outside``: why it is none, once that is known (empty where it has no gradient);
-    ``runs_again``: whether its own code, with all that is in it, runs again in the backward pass."""
-
-    def __init__(self, module: nn.Module, parts: Parts, name: str) -> None:
-        super().__init__(module, parts.shared)
-        self.in_terms = True  # whoever calls the module again, or reads what it reads, adds to gradients
-        self.parts, self.name = parts, name
-        parent, _, last = name.rpartition(".")
-        self._list = parent if last.isdigit() else None
-        self._kins = Kins(self._kins.dynamic, parts.alike_in.setdefault(self.kind, {}) if self.kind else None)
-        self.outside: str | None = None
-        self.runs_again = False
-        self.keeps_nothing = False  # that could be freed, nor do its submodules
-        self.changes = False  # it is none because its program is another one in every call
-        self.differentiated = DifferentiatedAgain(name, parts.watch.differentiated)  # by code of the model around it
-        self._recomputation = Recomputation()
-        self._new, self._seen_apart = 0, False  # programs since one came again; whether a call ran as it is
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            self.parts.backward.hidden = True
-            return self.original_forward(*args, **kwargs)
-        if not self.parts.running or saves_otherwise():
-            return self.original_forward(*args, **kwargs)
-        nested = self.parts.backward.are_under_way
-        self.parts.backward.found |= nested
-        if self.outside is None:
-            with self.parts.lifted(self.model), collector_held():  # what a capture leaves stays young
-                try:
-                    self.parts.casts.refuse_shared(self.model, self.parts.model, self.parts.device)
-                    return super().call(*args, **kwargs)
-                except NoGradientError:
-                    self.outside = ""
-                except UnusualCallError as error:
-                    _LOG.info("a call of %s runs as it is, its submodules as parts: %s", self.name, str(error))
-                    self.shared.unlike, self._seen_apart = self.shared.unlike or not self._seen_apart, True
-                except CaptureError as error:
-                    self.outside = str(error)  # alone: its traceback holds tensors, and who keeps a log may keep it
-                    self._leave()
-                    _LOG.info("%s runs as it is, its submodules are tried as parts: %s", self.name, self.outside)
-                collect_young()
-                self.shared.go_on()
-        if nested:  # whatever it keeps is soon let go
-            return self.original_forward(*args, **kwargs)
-        if self.runs_again:
-            with self.parts.paused(), self.parts.watch.runs_again():
-                return self._recomputation.run(self.model, self.original_forward, args, kwargs, self.shared.in_backward)
-        alone = self.parts.paused() if self.keeps_nothing else contextlib.nullcontext()
-        with self.parts.watch.call(self.name, (args, kwargs)), alone:
-            return self.original_forward(*args, **kwargs)
-
-    def _run_apart(self, key: Signature, inputs: list[torch.Tensor], error: CaptureError, always: bool) -> None:
-        raise error if always else UnusualCallError(str(error))
-
-    def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
-        kind = self.differentiated.kind_of(inputs, sys._getframe(1), Parts.call.__code__)
-        if kind is None:
-            return super()._run(sample, inputs, state, tree)
-        self.shared.unlike = self.shared.unlike or self.differentiated.is_new(kind)
-        result = self.differentiated.run(kind, self.original_forward, sample.args, sample.kwargs)
-        self.shared.go_on()
-        return result
-
-    def _is_trained(self) -> bool:
-        return True
-
-    def find(self, key: Signature, modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> Entry | None:
-        entry = super().find(key, modules, inputs)
-        if entry is not None:
-            self._new = 0
-        return entry
-
-    def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
-        if not self.is_unusual:  # of which there are few
-            self._refuse_new(1 if self.may_change else _MOST_NEW)
-        captured = super()._captured(sample, mask)
-        self._new += not (self.is_unusual or captured.contract.conditions.turn)
-        return captured
-
-    def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
-        with self.parts.lifted(self.model):  # the backward pass may call submodules
-            return super().entry_for(mask, old, inputs)
-
-    def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
-        found = super()._member(key, sample)
-        if found[2] is not None and self.parts.decides_sizes_of(self):
-            self._refuse_new(1)
-            self._new += 1
-        return found
-
-    def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
-        """Raises ``CaptureError`` where its first program would hold more than it can free, or is another one in each call
-        though the modules inside need not be: layers of which Python's generator says which run."""
-        if captured.contract.conditions.draws is not None and can_run_in_parts(self.model):
-            raise CaptureError("its program depends on what the generators of Python or NumPy draw")
-        program, plan = super().planned(captured, sample, finish, **known)
-        member = Member(program, plan.costs)
-        if self._replaced is None and not self.entries and member.freed_bytes <= member.held_bytes:
-            self.keeps_nothing = member.freed_bytes == 0
-            raise CaptureError("a plan for it alone could free nothing")
-        return program, plan
-
-    @property
-    def may_change(self) -> bool:
-        """Whether its program depends on numbers in its arguments, or they have as many rows as such numbers say."""
-        asked = () if self.latest is None else self.latest.conditions[0].questions
-        return any(not isinstance(one.answer, bool) for one in asked) or self.parts.decides_sizes_of(self)
-
-    def _refuse_new(self, most: int) -> None:
-        """Raises ``CaptureError`` where programs are made in vain: for every call another one."""
-        if self._new >= most:
-            self.changes = True
-            raise CaptureError(
-                f"its program is another one in every call ({self._new + 1} in a row), which takes longer to plan than to run"
-            )
-
-    def _leave(self) -> None:
-        """What it holds is held by code between parts from now on."""
-        if self.entries:
-            self.entries.clear()
-            self.shared.record = StepRecord()
-
-    def _may_be_apart(self) -> bool:
-        return True
-
-    def is_of(self, module: nn.Module | None) -> bool:
-        """Whether this is its module; ``None``: whether that is gone."""
-        return self._model() is module
-
-    @property
-    def kind(self) -> tuple[type, str] | None:
-        """Its class and the list that it is in, which others share; ``None`` where it is in none."""
-        return None if self._list is None else (type(self.model), self._list)
-
-    @property
-    def may_run(self) -> bool:
-        """By a plan, as far as is known."""
-        return self.outside is None and not self.runs_again
-
-
-class Parts:
-    """The parts of one model. ``why`` the model as a whole is none. Raises that where it is sharded."""
+class Parts(PartsInPlace):
+    """The parts of one model, which share one budget. ``why`` the model as a whole is none. Raises that where it is sharded."""
 
     def __init__(self, model: nn.Module, settings: Settings, why: CaptureError) -> None:
         if any(map(is_sharded, model.modules())):
             raise why
-        self.why = str(why)
         # What runs in one process need not run in another, so none may wait for another's plan. Arenas of parts would add up.
-        self.shared = SharedBudget(dataclasses.replace(settings, agreed=False, arena=False), "parts")
+        super().__init__(model, SharedBudget(dataclasses.replace(settings, agreed=False, arena=False), "parts"))
         if settings.total_budget is not None:
             self.shared.budget.outside = outside_of_model(model, settings.optimizer_bytes)
-        self._model = weakref.ref(model)
-        self._parts: dict[int, Part] = {}  # by the id of the module
-        self.alike_in: dict[tuple[type, str], dict[Any, Alike]] = {}  # programs of parts of the same kind
-        self.watch, self.backward = OutsideWatch(self.shared), BackwardCalls(self.shared, self._standing)
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
-        self._calls = self._steps = 0
-        self._paused = self._is_hopeless = self._is_unplanned = False
-        self._eager, self.casts = EagerSteps(self.shared), KeptCasts()
-        self.device, self._has_any = device_of(model_state(model).tensors), can_run_in_parts(model)
+        self.why = str(why)
+        self._eager = EagerSteps(self.shared)
+        self._has_any = can_run_in_parts(model)
+        self._steps = 0
+        self._is_hopeless = False  # plans do not fit, whatever runs again
+        self._is_unplanned = False  # nothing can be planned, nor held to the budget
         changed = ", without an arena" * settings.arena
         changed += ", with a loss in pieces where one computes all of it" * settings.chunked_loss
         what = "%s cannot be one program, so its submodules are planned%s, and code between them runs as it is: %s"
         if self._has_any:
             _LOG.warning(what, type(model).__name__, changed, self.why)
-
-    @property
-    def running(self) -> bool:
-        """Whether a call of the model is under way, or a backward pass that may call submodules."""
-        return (self._calls > 0 or self.backward.are_under_way) and not self._paused
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, no submodule is a part."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-    @property
-    def model(self) -> nn.Module:
-        found = self._model()
-        assert found is not None
-        return found
 
     def _run_more_again(self, missing_bytes: int) -> bool:
         """As plans alone do not fit, whether more submodules run again, all runs online, or without a plan, as the log said."""
@@ -252,19 +66,6 @@ class Parts:
         self._is_hopeless = is_seen and not (chosen or self.shared.ran or self.backward.may_be)
         self._eager.peak_bytes *= not chosen  # of other steps than those to come
         return bool(chosen) or self._is_hopeless or self._is_unplanned
-
-    def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
-        return with_siblings(passes, {id(part): part for part in self._parts.values() if part.may_run}, self._in_order)
-
-    def _in_order(self) -> Iterator[Part]:
-        return (self._parts[id(module)] for _, module in tried_in(self.model) if id(module) in self._parts)
-
-    def decides_sizes_of(self, part: Part) -> bool:
-        """Whether a module around it hands it what depends on data: rows that were chosen, say."""
-        return any(one.changes and part.name.startswith(f"{one.name}.") for one in self._parts.values())
-
-    def planned(self) -> list[Part]:
-        return [part for part in self._parts.values() if part.entries]
 
     @property
     def are_none(self) -> bool:
@@ -283,10 +84,6 @@ class Parts:
             return None
         budget_bytes, _ = self.shared.budget.of([], [Constraint(peak_bytes, -1, False, ())])
         return budget_bytes if peak_bytes > budget_bytes or at_once else None
-
-    def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The model's own, inside of ``installed``."""
-        return forward(*args, **kwargs)
 
     def ran(self, result: Any) -> None:
         self.shared.budget.fixed = not self._eager.grew and any(part.runs_again for part in self._parts.values())
@@ -323,28 +120,3 @@ class Parts:
             self.shared.postponed = self._steps == 1 and any(part.may_change for part in self.planned())
         finally:
             self._calls -= 1
-
-    @contextlib.contextmanager
-    def _standing(self) -> Iterator[None]:
-        """Inside, parts stand in the place of submodules."""
-        given = [(module, self._part(name, module)) for name, module in tried_in(self.model)]
-        if len(given) < len(self._parts):
-            self._parts = {key: part for key, part in self._parts.items() if not part.is_of(None)}
-        with forwards_given(given):
-            yield
-
-    def _part(self, name: str, module: nn.Module) -> Part:
-        """The part that a submodule is, made anew where its code has been replaced since."""
-        part = self._parts.get(id(module))
-        stands = part is not None and module.__dict__.get("forward") is part
-        if part is None or not (part.is_of(module) and (stands or part.given_forward == module.forward)):
-            self._parts[id(module)] = part = Part(module, self, name)
-        return part
-
-    def lifted(self, part: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Inside, the submodules of a part are as they are outside of calls."""
-        installed = ((module, module.__dict__.get("forward")) for module in part.modules() if module is not part)
-        ours = [(module, own) for module, own in installed if isinstance(own, Part) and own.parts is self]
-        return forwards_given(
-            [(module, own.original_forward if own.had_instance_forward else None) for module, own in ours]
-        )
