@@ -17,12 +17,10 @@ together, by one search. A budget in percent grows with the graphs that are know
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -35,177 +33,59 @@ from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.sizes import check_device
 from lowtide.runtime.calls.call import ModelCall
-from lowtide.runtime.parts.between import HeldBetween
-from lowtide.runtime.parts.forward_pass import ForwardPass, Passes, gradients_of, left_gradient_bytes, note_released
+from lowtide.runtime.parts.current_step import CurrentStep
+from lowtide.runtime.parts.forward_pass import ForwardPass, Passes, left_gradient_bytes
 from lowtide.runtime.parts.joint_search import JointSearch
 from lowtide.runtime.parts.room import Measuring, Room, Spare, plan_in_room
-from lowtide.runtime.parts.step_record import Gap, StepRecord
+from lowtide.runtime.parts.step_record import StepRecord
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry
 from lowtide.settings import Settings, searches
-from lowtide.sharing import Assignment, Footprint, Member, sequential_constraints
+from lowtide.sharing import Assignment, Member, sequential_constraints
 from lowtide.sharing.assignment import plan_alone, saved_fraction
 from lowtide.sharing.pass_budget import StepBudget
 
 _LOG = logging.getLogger(__name__)
 
 
-class SharedBudget:
-    """``ran`` are the forward passes of the current step, in order: a graph may run several times, by different plans, too.
-    What waits from earlier steps (a loss that is kept) is a part of every step."""
+class SharedBudget(CurrentStep):
+    """Plans for the graphs of a step, and for those of the next by the ``record`` of what ran. ``what`` they are, for messages;
+    ``expected``: where steps differ, so that all are planned as the fullest, adds what may run as well to the passes of a
+    record; ``give_way``: asked for so many bytes, whether the next step needs less."""
 
     def __init__(self, settings: Settings, what: str = "graphs") -> None:
-        self.settings, self.what, self.budget = settings, what, StepBudget(settings)  # what: programs are, for messages
+        super().__init__(settings)
+        self.what = what
+        self.budget = StepBudget(settings)
         self.search = JointSearch(settings, brief=settings.planning == "background")  # since training waits for it
-        self.give_way: Callable[[int], bool] | None = None  # asked for so many bytes, whether the next step needs less
-        self.steps = 0
-        self.ran, self.gaps = Passes(), list[Gap]()
-        self.record = StepRecord()
-        # Whether steps differ, so that all are planned as the fullest: adds what may run as well to the passes of a record.
+        self.give_way: Callable[[int], bool] | None = None
         self.expected: Callable[[list[ForwardPass]], list[ForwardPass]] | None = None
-        # Met: a step stayed within the budget, or was planned to. First plans: whether the current step runs by one.
-        self.exceeded = self._said_over = self._met = self._first_plans = False
+        self.record = StepRecord()
+        self.exceeded = False  # a plan of the current step needs more than was left of the budget
         self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
         self.unlike = False  # what ran as it is in the current step is to run by plans: it tells nothing of others
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
-        self.between = HeldBetween()
         self.spare = Spare(lambda: -self.record.exceeds(self.member, self.budget)[0] if self.record else sys.maxsize)
         self._measuring = Measuring()
-        self._known: dict[Entry, tuple[Member, Footprint]] = {}  # what each takes by its plan
-        # Told of the end of a backward pass; in a call that says when it begins; in a backward pass that graphs run in.
-        self._ending = self._within = self._nested = False
+        self._met = False  # a step stayed within the budget, or was planned to
+        self._first_plans = False  # the current step runs by one
+        self._said_over = False
 
-    @contextlib.contextmanager
-    def call(self, device: torch.device) -> Iterator[None]:
-        """The call of a model, inside of which all graphs run: what is allocated before the first of them counts, too."""
-        self._begin(device)
-        self._within = True
-        try:
-            yield
-        finally:
-            self._within = False
-            self.ran.stay()
-
-    def begin_nested(self) -> None:
-        """In the backward pass, code between the graphs runs until ``end_nested`` that may call some of them."""
-        self._nested = True
-
-    def end_nested(self) -> None:
-        self._nested = False
-        self._end_gap()
-
-    def _begin(self, device: torch.device) -> None:
-        """In a new step where most of what ran waits no more for its backward pass."""
-        self.between.device = device
-        self._ending = False  # also after a backward pass that failed
-        self._end_gap(noted=False)  # whatever ran since: the optimizer, say
-        pending = self.ran.pending()
-        if 2 * len(pending) <= len(self.ran):
-            whole, fits = self._note_step(), self._fits()
-            self._met |= whole and fits and not self.exceeded and bool(self.record)
-            if (self.exceeded or self._first_plans or not fits) and whole and not self.postponed:
-                self._replan()
-            elif seconds := self.search.due_seconds:
-                self.improve(seconds)
-            self.steps, self.unlike = self.steps + 1, False
-            self.gaps.clear()
-            self.spare.begin_step()
-            for one in pending:
-                one.backward_between_bytes = None
-            self.between.begin_step(self._saved_bytes(pending))
-        else:
-            self.between.count()
-        self.ran = Passes(pending)
-        self.between.watch()
-
-    def enter(self, device: torch.device) -> None:
-        """A graph is about to run."""
-        if not self._within and not self._nested:
-            self._begin(device)
-            self._end_gap()
-            return
-        self.between.device = device
-        self._end_gap()
-        self.count()
-
-    def count(self) -> None:
-        """Whatever is allocated now is held by code between the graphs."""
-        if self._nested or not all(one.is_pending for one in self.ran):
-            self.between.count_all(self._saved_bytes(self.ran.pending()))
-        else:
-            self.between.count()
+    def _step_ended(self) -> None:
+        whole, fits = self._note_step(), self._fits()
+        self._met |= whole and fits and not self.exceeded and bool(self.record)
+        if (self.exceeded or self._first_plans or not fits) and whole and not self.postponed:
+            self._replan()
+        elif seconds := self.search.due_seconds:
+            self.improve(seconds)
+        self.unlike = False
+        self.spare.begin_step()
 
     def add(self, graph: Planned, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
-        """``graph`` ran by ``entry``."""
+        super().add(graph, entry, inputs, call)
         if call is not None:
-            key = (id(graph), sum(1 for other in self.ran if other.graph is graph))
-            beside = tuple(one.key for one in self.ran.pending())
-            one = ForwardPass(key, graph, entry, weakref.ref(call), max(self.between.bytes, 0), beside=beside)
-            one.waiting = beside if self._nested else None
-            one.gradients = tuple(gradients_of(self.member(one)[0], inputs, self.ran))
-            call.on_backward = functools.partial(self._measure_between, one)
-            call.on_end = self._begin_gap
-            self.ran.append(one)
             self.spare.take(call.copies.values())
-        self.go_on()
-
-    def go_on(self) -> None:
-        self._end_gap()
-        self.between.go_on()
-
-    def _begin_gap(self) -> None:
-        self._end_gap()
-        self.between.watch()
-
-    def _end_gap(self, noted: bool = True) -> None:
-        """Note what code between graphs held at most, beside what graphs wait with."""
-        peak_bytes = self.between.watched()
-        if peak_bytes is not None and noted:
-            waiting = tuple(self.ran.pending())
-            self.gaps.append((max(peak_bytes - self._saved_bytes(waiting), 0), waiting))
-
-    def _saved_bytes(self, waiting: Sequence[ForwardPass]) -> int:
-        return sum(self.member(one)[1].saved_bytes for one in waiting)
-
-    def in_backward(self) -> None:
-        """A backward pass is under way, at the end of which the last gap ends."""
-        if not self._ending:
-            self._ending = True
-            if is_percentage(self.settings.given):
-                note_released(self.ran.pending(), lambda one: self.member(one)[0])
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
-
-    def _backward_over(self) -> None:
-        self._ending = False
-        self._end_gap()
-        if self._nested:
-            self.between.watch()
-
-    def _measure_between(self, one: ForwardPass) -> None:
-        """Its backward pass is about to begin: what is held by nobody that the plans know of?"""
-        self._end_gap()
-        self.in_backward()
-        self.ran.begin_backward(one, early=self._within)
-        now = self.between.now()
-        if now is None or one not in self.ran or (len(self.ran) < 2 and one.waiting is None):
-            return
-        place = self.ran.index(one)
-        (member, _), *later = map(self.member, self.ran[place:])
-        expected = self.ran.left_bytes()[place] + member.arriving_bytes
-        if any(other.waiting is not None for other in self.ran[place:]):  # the order is another one
-            now = self.between.beside(self._saved_bytes(self.ran.pending())) or 0
-        else:
-            now += sum(taken.saved_bytes for _, taken in later)
-        one.backward_between_bytes = max(now - expected, one.backward_between_bytes or 0)
-
-    def member(self, one: ForwardPass) -> tuple[Member, Footprint]:
-        """The program of a pass, and what it takes by its plan."""
-        entry = one.entry
-        if entry not in self._known:
-            member = Member(entry.program, entry.plan.costs)
-            self._known[entry] = member, member.footprint(entry.plan.schedule)
-        return self._known[entry]
 
     def plan(
         self, graph: Planned, program: Program, replaced: Entry | None, more_follow: bool, costs: Costs | None = None
