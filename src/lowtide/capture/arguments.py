@@ -67,12 +67,17 @@ def put_on(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in own.items() if name != _PYTORCH} if own else own
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether code of the user's is told when its gradient is there."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def refuse_marks(
     given: Sequence[torch.Tensor], before: Sequence[Mapping[str, Any]], results: Sequence[torch.Tensor]
 ) -> None:
     """Raises ``CaptureError`` where traced tensors that were ``given`` have others than ``before``, or hooks, or a result has
     some: what a forward pass leaves on tensors, planned calls would not."""
-    if any(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None) for tensor in given):
+    if any(map(has_hooks, given)):
         raise CaptureError(
             "the forward pass registers a hook on a parameter, a buffer or an argument, which stays there and is called for "
             "gradients of other calls, too. Register it once, outside of the forward pass, or on a view "

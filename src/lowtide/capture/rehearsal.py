@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -29,7 +29,7 @@ from lowtide.capture.trace.classes import mark_parameters
 from lowtide.capture.trace.fake import AnsweringFakeMode, known_value
 from lowtide.capture.trace.fake_inputs import fakes_of
 from lowtide.capture.trace.joint import as_traced
-from lowtide.capture.trace.patches import all_wrapped
+from lowtide.capture.trace.patches import all_wrapped, telling
 from lowtide.capture.traced_model import TracedCall
 from lowtide.errors import CaptureError
 from lowtide.objects import structure
@@ -203,7 +203,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._backward = self._hooked = False
 
     def __enter__(self) -> Self:
-        self._noting = all_wrapped(_HOOKING, self._noting_hooks)
+        self._noting = all_wrapped(_HOOKING, telling(self._note_hook))
         self._noting.__enter__()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -211,12 +211,8 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._noting.__exit__(*error)
 
-    def _noting_hooks(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self._hooked = True
-            return register(*args, **kwargs)
-
-        return noted
+    def _note_hook(self) -> None:
+        self._hooked = True
 
     def backward_runs_code(self, result: Any, readers: Readers) -> bool:
         """Whether the backward pass may run code of Python's: all else that it does follows from the forward pass."""

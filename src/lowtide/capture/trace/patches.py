@@ -48,6 +48,19 @@ def wrapped(
     return all_wrapped([(owner, name)], wrap)
 
 
+def telling(tell: Callable[[], object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For ``all_wrapped``: the function itself, each call of which is told first."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any, **kwargs: Any) -> Any:
+            tell()
+            return function(*args, **kwargs)
+
+        return told
+
+    return wrap
+
+
 def by_thread(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """Calls the first in this thread, and the second in all others."""
     thread = threading.get_ident()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._C._autograd import CreationMeta, _set_creation_meta
 
+from lowtide.capture.arguments import has_hooks
 from lowtide.lower import Lowered
 from lowtide.program import generators
 from lowtide.program.distributed.local import whole_gradient, whole_of
@@ -104,7 +105,7 @@ def run(
     ``late`` says what code would find changed that eager runs in the backward pass."""
     rescues = 0
     while True:
-        in_order = optimizer is None and sum(map(_has_hooks, inputs)) > 1
+        in_order = optimizer is None and sum(tensor.requires_grad and has_hooks(tensor) for tensor in inputs) > 1
         linked = tuple(tensor.requires_grad for tensor in inputs)
         nodes = nodes_of(lowered, linked, terms_from, in_order)
         device_type = device_of_inputs(inputs).type
@@ -145,8 +146,3 @@ def _linked(call: ModelCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tenso
     for index in call.lowered.inner:
         refuse_hooks(outputs[index])
     return outputs
-
-
-def _has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether code of the user's is told when its gradient is there."""
-    return bool(tensor.requires_grad and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks))

@@ -27,7 +27,7 @@ from lowtide.capture.python_state.guards.external_effects import ARGUMENT, Exter
 from lowtide.capture.python_state.guards.reach import Reach
 from lowtide.dynamic.patches import UncompiledMode, uncompiled
 from lowtide.errors import ExecutionError
-from lowtide.objects.walk import parts_of
+from lowtide.objects.walk import parts_of, refill
 from lowtide.runtime.parts.decisions import recording, replaying
 
 _LARGE = 1 << 16  # bytes of a buffer
@@ -186,8 +186,7 @@ class _State:
     def put_back(self, module: nn.Module) -> None:
         put_back(module, self.attributes)
         for each, buffers in self.registered:
-            each._buffers.clear()
-            each._buffers.update(buffers)
+            refill(each._buffers, buffers)
         with torch.no_grad():
             for buffer, value in self.buffers:
                 with _unsafe_preserve_version_counter(buffer):

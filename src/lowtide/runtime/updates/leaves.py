@@ -39,10 +39,6 @@ def accumulating_nodes(node: Any) -> dict[int, Any]:
     return found
 
 
-def has_hooks(tensor: torch.Tensor) -> bool:
-    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
 def pointer(tensor: torch.Tensor) -> int:
     plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
     return tensor.untyped_storage().data_ptr() if plain and tensor.numel() else id(tensor)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from lowtide.capture.arguments import has_hooks
 from lowtide.errors import ExecutionError
 from lowtide.program.program import Program
 from lowtide.program.updates import with_updates
@@ -29,7 +30,6 @@ from lowtide.runtime.updates.leaves import (
     accelerate_accumulates,
     accumulates,
     accumulating_nodes,
-    has_hooks,
     pointer,
 )
 from lowtide.runtime.updates.moving_gradients import MovingGradients

@@ -11,6 +11,7 @@ from torch import nn
 
 from lowtide.capture.python_state.paths import named
 from lowtide.errors import CaptureError
+from lowtide.objects.walk import refill
 from lowtide.program.distributed.local import spec_of
 
 
@@ -114,8 +115,7 @@ def as_given(
         yield
     finally:
         for _, module, buffers in reversed(held):
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            refill(module._buffers, buffers)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -19,7 +19,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from lowtide.capture.python_state.code.beside import Code, Variable, places_of
 from lowtide.capture.python_state.code.code_names import functions_of
 from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.reads import Content
-from lowtide.capture.trace.patches import all_wrapped, by_thread, wrapped
+from lowtide.capture.trace.patches import all_wrapped, by_thread, telling, wrapped
 from lowtide.device import modules
 from lowtide.errors import CaptureError
 from lowtide.objects.walk import CLOSED, GENERATORS, OWN_GENERATORS, content, reachable
@@ -107,10 +107,10 @@ def none_by(model: nn.Module, named: Iterable[Any] = ()) -> Iterator[None]:
     before = [(get(), get, set_state) for get, set_state in map(_accessors, found.values())]
     with contextlib.ExitStack() as stack:
         asked: list[str] = []
-        stack.enter_context(wrapped(torch, "seed", functools.partial(_refusing, "seed")))
+        stack.enter_context(wrapped(torch, "seed", _refusing("seed")))
         for owner in (torch, torch.random, *modules()):  # fork_rng ends in the second
             for name in filter(functools.partial(hasattr, owner), _TORCH_STATE):
-                stack.enter_context(wrapped(owner, name, functools.partial(_refusing, name)))
+                stack.enter_context(wrapped(owner, name, _refusing(name)))
             stack.enter_context(wrapped(owner, "get_rng_state", functools.partial(_noted, asked)))
         stack.enter_context(wrapped(np.random, "default_rng", _seeded))
         try:
@@ -120,7 +120,7 @@ def none_by(model: nn.Module, named: Iterable[Any] = ()) -> Iterator[None]:
             for was, set_state in drawn:
                 set_state(was)
     if asked:
-        _refusing("get_rng_state", torch.get_rng_state)()
+        _refuse("get_rng_state")
     if drawn:
         raise CaptureError(
             "the forward pass draws from a random generator of its own (random.Random, numpy.random.Generator), which planned "
@@ -144,14 +144,15 @@ def _noted(asked: list[str], function: Callable[..., Any]) -> Callable[..., Any]
     return note
 
 
-def _refusing(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise CaptureError(
-            f"the forward pass calls torch.{name}, which planned calls would not. Call it outside the forward "
-            "pass, or run the model under lowtide.online."
-        )
+def _refusing(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return telling(functools.partial(_refuse, name))
 
-    return refuse
+
+def _refuse(name: str) -> NoReturn:
+    raise CaptureError(
+        f"the forward pass calls torch.{name}, which planned calls would not. Call it outside the forward "
+        "pass, or run the model under lowtide.online."
+    )
 
 
 def _seeded(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,7 +249,7 @@ class RandomRecorder:
         self.numbers, self.seeded = [], False
         with untouched(self.start), contextlib.ExitStack() as stack:
             kinds, beside = code
-            stack.enter_context(all_wrapped(_SEEDING, self._seeding))
+            stack.enter_context(all_wrapped(_SEEDING, telling(self._note_seed)))
             if self.comparing:
                 stack.enter_context(all_wrapped(places_of(_SCALARS, beside), self._recording))
             stack.enter_context(all_wrapped(places_of(_INTEGERS, beside), self._recording_value))
@@ -281,12 +282,8 @@ class RandomRecorder:
             complete = same_state(state(), self.end) and not self.seeded
         return RandomNumbers(self.start, self.end, tuple(self.numbers) if complete else None)
 
-    def _seeding(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def seed(*args: Any, **kwargs: Any) -> Any:
-            self.seeded = True
-            return function(*args, **kwargs)
-
-        return seed
+    def _note_seed(self) -> None:
+        self.seeded = True
 
     def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:
