@@ -7,7 +7,6 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -69,10 +68,8 @@ class Watch:
         self.roots.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.roots.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        self.roots.__exit__(*error)
         self._hook.remove()
         for watched in self.watched:
             watched.parameters.clear()

@@ -11,7 +11,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -146,9 +145,7 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._end_pass(counts=False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from types import TracebackType
 
 from torch import nn
 
@@ -44,9 +43,7 @@ class checked:
         _THREAD.contexts = (*_THREAD.contexts, self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _THREAD.contexts = _THREAD.contexts[:-1]
 
 

@@ -22,7 +22,7 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.planning import Plan
 from lowtide.sharing.agreement import program_key
 from lowtide.sharing.assignment import Assignment, Planning, Share, total_time_ns
-from lowtide.sharing.constraints import Constraint, Member, peak_bytes
+from lowtide.sharing.constraints import Constraint, Member, peak_bytes, rooms
 from lowtide.sharing.plans import Plans
 from lowtide.sharing.upgrades import upgraded
 
@@ -107,7 +107,7 @@ class _Search:
         """Where each member saves what it likes in the room that it would have by itself; ``None`` where that is too much
         together. Raises ``InfeasibleBudgetError`` where one has no room even so."""
         limits = [member.eager.saved_bytes for member in self.members]
-        found = self._assigned(limits, self._rooms([0] * len(limits), budget_bytes), budget_bytes)
+        found = self._assigned(limits, rooms(self.constraints, [0] * len(limits), budget_bytes), budget_bytes)
         fits = peak_bytes(self.constraints, [one.footprint for one in found]) <= budget_bytes
         return found if fits else None
 
@@ -115,7 +115,7 @@ class _Search:
         """Where each member saves what its fraction allows; equal programs with equal fractions have one plan.
         Raises ``InfeasibleBudgetError``."""
         limits = [self._limit(index, fraction) for index, fraction in enumerate(fractions)]
-        found = self._assigned(limits, self._rooms(limits, budget_bytes), budget_bytes)
+        found = self._assigned(limits, rooms(self.constraints, limits, budget_bytes), budget_bytes)
         peak = peak_bytes(self.constraints, [assignment.footprint for assignment in found])
         if peak > budget_bytes:
             raise _too_little(budget_bytes, peak)
@@ -123,11 +123,11 @@ class _Search:
             self.best = found
         return found
 
-    def _assigned(self, limits: Sequence[int], rooms: Sequence[int], budget_bytes: int) -> list[Assignment]:
+    def _assigned(self, limits: Sequence[int], left: Sequence[int], budget_bytes: int) -> list[Assignment]:
         """What members that may save these bytes run by in these rooms, equal ones in the least of theirs."""
         keys = list(zip(self._programs, limits, strict=True))
         least: dict[tuple[str, int], int] = {}
-        for key, room in zip(keys, rooms, strict=True):
+        for key, room in zip(keys, left, strict=True):
             least[key] = min(room, least.get(key, room))
         members = zip(self.members, keys, strict=True)
         return [self._assignment(member, key, least[key], budget_bytes) for member, key in members]
@@ -136,15 +136,6 @@ class _Search:
         """Bytes that a member may save; all where nothing runs while it waits."""
         member = self.members[index]
         return member.limit_bytes(fraction) if index in self._waiting else member.eager.saved_bytes
-
-    def _rooms(self, limits: Sequence[int], budget_bytes: int) -> list[int]:
-        """For each member, what its plan may take while it runs, when all save what they may."""
-        rooms = [budget_bytes] * len(limits)
-        for one in self.constraints:
-            if one.running >= 0:
-                taken = one.base_bytes + sum(limits[member] for member in one.saved)
-                rooms[one.running] = min(rooms[one.running], budget_bytes - taken)
-        return rooms
 
     def _assignment(self, member: Member, key: tuple[str, int], room: int, budget_bytes: int) -> Assignment:
         limit, known = key[1], self._known[key[0]]
@@ -229,16 +220,16 @@ class _Search:
     def menus(self, chosen: Sequence[Assignment], budget_bytes: int) -> list[list[Assignment]]:
         """For each member, other ways to run it: by plans that save more, or were found on the way, or without one."""
         taken = [one.footprint.saved_bytes for one in chosen]
-        rooms: dict[str, int] = {}
-        for program, room in zip(self._programs, self._rooms(taken, budget_bytes), strict=True):
-            rooms[program] = max(room, rooms.get(program, room))
+        most: dict[str, int] = {}
+        for program, room in zip(self._programs, rooms(self.constraints, taken, budget_bytes), strict=True):
+            most[program] = max(room, most.get(program, room))
         found: dict[str, list[Assignment]] = {}
         for index, (program, member) in enumerate(zip(self._programs, self.members, strict=True)):
             if program not in found:
                 limits = [self._limit(index, fraction) for fraction in _MENU]
                 for limit in (each for each in limits if each > taken[index]):
                     with contextlib.suppress(InfeasibleBudgetError, _EnoughError):
-                        self._assignment(member, (program, limit), rooms[program], budget_bytes)
+                        self._assignment(member, (program, limit), most[program], budget_bytes)
                 made = {one.footprint: one for _, _, one in self._known[program].made}
                 found[program] = [Assignment(member.eager), *made.values()]
         return [found[program] for program in self._programs]

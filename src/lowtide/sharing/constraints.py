@@ -67,6 +67,16 @@ def plain_peak_bytes(constraints: Iterable[Constraint], members: Sequence[Member
     return max(constraint.total_bytes(footprints) - constraint.released_bytes for constraint in constraints)
 
 
+def rooms(constraints: Iterable[Constraint], saved_bytes: Sequence[int], budget_bytes: int) -> list[int]:
+    """For each member, what is left of the budget while it runs, where all save these bytes."""
+    left = [budget_bytes] * len(saved_bytes)
+    for one in constraints:
+        if one.running >= 0:
+            held = one.base_bytes + sum(saved_bytes[member] for member in one.saved)
+            left[one.running] = min(left[one.running], budget_bytes - held)
+    return left
+
+
 def sequential_constraints(
     order: Sequence[int],
     bases: Sequence[tuple[int, int]],

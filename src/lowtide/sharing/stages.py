@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from lowtide.program.distributed.gathers import unreduced_bytes
 from lowtide.sharing.assignment import Share
-from lowtide.sharing.constraints import Constraint, Footprint, Member
+from lowtide.sharing.constraints import Constraint, Footprint, Member, rooms
 
 Pass = tuple[int, bool]  # of which stage, by its number on the rank, and whether it is a backward pass
 
@@ -56,11 +56,8 @@ def stage_shares(
 ) -> list[Share]:
     """What each stage may take while it runs, and save, so that plans within the shares are within the budget together: what
     the ``taken`` footprints leave."""
-    rooms = [budget_bytes] * len(members)
-    for one in constraints:
-        held = one.base_bytes + sum(taken[index].saved_bytes for index in one.saved)
-        rooms[one.running] = min(rooms[one.running], budget_bytes - held)
+    left = rooms(constraints, [own.saved_bytes for own in taken], budget_bytes)
     return [
         Share(room, max(room - own.saved_bytes - member.arriving_bytes, 0))
-        for room, own, member in zip(rooms, taken, members, strict=True)
+        for room, own, member in zip(left, taken, members, strict=True)
     ]

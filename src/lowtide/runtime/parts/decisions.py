@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lowtide.capture.trace.classes import TRACED
+from lowtide.capture.trace.patches import replaced
 from lowtide.dynamic.patches import UncompiledMode, uncompiled
 from lowtide.errors import ExecutionError
 
@@ -86,12 +87,8 @@ def replaying(decisions: Sequence[Any]) -> Iterator[None]:
 def _decided_by(decide: Decide) -> Iterator[None]:
     key = _key()
     around = _Mode(decide) if key is None else torch._C._IncludeDispatchKeyGuard(key)
-    before, _deciding.by = _deciding.by, decide
-    try:
-        with around:
-            yield
-    finally:
-        _deciding.by = before
+    with replaced(_deciding, "by", decide), around:
+        yield
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from torch import nn
 
 from lowtide.capture import Captured
 from lowtide.capture.model_state import State, model_state
+from lowtide.capture.trace.patches import replaced
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, NoGradientError
 from lowtide.memory.collector import collect_young, collector_held
@@ -202,14 +203,9 @@ class PartsInPlace:
         """Whether a call of the model is under way, or a backward pass that may call submodules."""
         return (self._calls > 0 or self.backward.are_under_way) and not self._paused
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, no submodule is a part."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+        return replaced(self, "_paused", True)
 
     @property
     def model(self) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import nn
 
 from lowtide.capture import Captured
 from lowtide.capture.model_state import named_modules
+from lowtide.capture.trace.patches import replaced
 from lowtide.memory.allocators import allocated_bytes
 from lowtide.memory.collector import collect_young, collector_held
 from lowtide.pipeline import Finish, costs_from, fused
@@ -82,11 +83,8 @@ class SharingForward(Planned):
 
     def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
         """In the backward pass, in the place of what ran in the forward pass."""
-        self._replaced = old
-        try:
+        with replaced(self, "_replaced", old):
             new = super().entry_for(mask, old, inputs)
-        finally:
-            self._replaced = None
         for one in self.shared.ran:
             if one.entry is old:
                 one.entry = new
