@@ -31,8 +31,8 @@ from lowtide.settings import Settings, searches
 from lowtide.sharing import Member, Planning, Share
 from lowtide.sharing.agreement import agreed_plan, several_processes
 from lowtide.sharing.assignment import as_alone
-from lowtide.sharing.in_flight import Calls
 from lowtide.sharing.pass_budget import outside_pass, pass_budget
+from lowtide.sharing.stages import Calls
 from lowtide.solve import working_set_bound
 from lowtide.stage_times import stage
 from lowtide.version import __version__

@@ -17,7 +17,7 @@ from lowtide.pipeline import in_flight_planners, program_costs
 from lowtide.planning import Plan
 from lowtide.settings import Settings
 from lowtide.sharing import Member
-from lowtide.sharing.in_flight import Calls
+from lowtide.sharing.stages import Calls
 from tests.support.training import QUICK
 from tests.support.versions import needs_2_13
 from tests.support.wide import is_wide, pairs

@@ -14,7 +14,7 @@ from lowtide.program import Program
 from lowtide.program.sizes import Outside, check_device, outside_of
 from lowtide.settings import Settings
 from lowtide.sharing.constraints import Constraint, Member, peak_bytes, plain_peak_bytes
-from lowtide.sharing.in_flight import Calls
+from lowtide.sharing.stages import Calls
 
 
 def outside_pass(program: Program, settings: Settings, model: nn.Module | None) -> Outside:

@@ -18,7 +18,7 @@ from lowtide.ir import Schedule
 from lowtide.pipeline import first_form
 from lowtide.planning import Plan, make_plan
 from lowtide.sharing import Member, Share
-from lowtide.sharing.in_flight import Calls
+from lowtide.sharing.stages import Calls
 from lowtide.units import format_bytes
 
 
