@@ -25,16 +25,10 @@ from lowtide.capture.arguments import has_hooks
 from lowtide.errors import ExecutionError
 from lowtide.program.program import Program
 from lowtide.program.updates import with_updates
-from lowtide.runtime.updates.leaves import (
-    OtherPasses,
-    accelerate_accumulates,
-    accumulates,
-    accumulating_nodes,
-    pointer,
-)
+from lowtide.runtime.updates.leaves import OtherPasses, accelerate_accumulates, accumulates, accumulating_nodes, pointer
 from lowtide.runtime.updates.moving_gradients import MovingGradients
 from lowtide.runtime.updates.moving_states import MovingStates, saved_whole
-from lowtide.runtime.updates.optimizer_step import ParameterStep, plain_step, step_for, values_of
+from lowtide.runtime.updates.optimizer_step import ParameterStep, order_state, plain_step, step_for, values_of
 from lowtide.runtime.updates.spent import SpentGradient, SpentGradients, fill_zeroed
 
 _LOG = logging.getLogger(__name__)
@@ -339,18 +333,8 @@ class UpdatingOptimizer:
 
     def _after_step(self, *_: Any) -> None:
         self._spent.show(self._updated)
-        self._order_state()
+        order_state(self.optimizer, self._known)
         self._updated.clear()
         self._skipped.clear()
         if self.states is not None:
             self.states.show_kept()
-
-    def _order_state(self) -> None:
-        """Put what is new into the order of the parameters, in which a step for all of them creates it."""
-        state = self.optimizer.state
-        if len(state) == len(self._known):
-            return
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in state and id(parameter) not in self._known:
-                    state[parameter] = state.pop(parameter)

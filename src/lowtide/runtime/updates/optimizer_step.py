@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +88,17 @@ def step_for(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tenso
         own["foreach"] = None if together else False
     one.__dict__.update(optimizer.__dict__, param_groups=[own], state=state)
     step(one)
+
+
+def order_state(optimizer: Optimizer, known: Collection[int]) -> None:
+    """Put what is not ``known`` into the order of the parameters, in which a step for all of them creates it."""
+    state = optimizer.state
+    if len(state) == len(known):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in state and id(parameter) not in known:
+                state[parameter] = state.pop(parameter)
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[Any], Any] | None:
