@@ -245,11 +245,6 @@ def replaced(structure: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(structure)
 
 
-def state_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Its parameters and buffers."""
-    return [*module.parameters(), *module.buffers()]
-
-
 def slots_in_objects(structure: Any) -> frozenset[int]:
     """Slots inside opaque objects (caches): results that are carried along rather than trained on."""
     if isinstance(structure, OpenObject) and not dataclasses.is_dataclass(structure.prototype):
