@@ -77,6 +77,40 @@ def test_lengths_by_len(build: Callable[[], nn.Module]) -> None:
     _check(build, (6, 9), [(6, 20), (3, 5)], (0, 1))
 
 
+def _in_pieces(x: torch.Tensor) -> torch.Tensor:
+    assert isinstance(range(3), range)
+    assert [*range(5, -1, -2)] == [5, 3, 1]
+    return torch.cat([x[first : min(first + 8, len(x))].exp() for first in range(0, len(x), 8)])
+
+
+def _from_the_end(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[max(last - 8, 0) : last].exp() for last in range(len(x), 0, -8)])
+
+
+@needs_2_13
+@pytest.mark.parametrize("function", [_in_pieces, _from_the_end])
+def test_as_many_pieces_of_any_number_of_rows(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What ``range`` asks of a size is how many steps there are."""
+    model = make(lambda: _Scaled(function))
+    family = capture_family(model, (torch.randn(12, 9),), {}, [(0, 0), (0, 1)], apart=True)
+    assert not family.is_fixed
+    for shape in ((14, 20), (11, 7)):
+        assert family.confirmed_by(capture(model, (torch.randn(shape),)), (shape,))
+    assert family.member(((17, 9),)) is None
+    assert family.member(((7, 9),)) is None
+
+
+@needs_2_13
+def test_the_range_of_a_trace_is_no_condition(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a family, what its code reads under the name is what is there outside of captures."""
+    caplog.set_level(logging.INFO, "lowtide")
+    model = lowtide.rematerialize(_Scaled(_in_pieces), (torch.randn(11, 10),), budget="100%", planning="wait")
+    for rows in (12, 13, 14, 13, 12):
+        model(torch.randn(rows, 10)).sum().backward()
+    assert len(lowtide.plans(model)) == 4
+    assert ["capture" in one for one in caplog.messages] == [True, True, True, True, False]
+
+
 @needs_2_13
 @pytest.mark.parametrize("build", RECURRENT.values(), ids=RECURRENT.keys())
 def test_recurrent_layers(build: Callable[[], nn.Module]) -> None:

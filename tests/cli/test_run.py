@@ -384,3 +384,12 @@ def test_as_a_command(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "trained\n"
     assert "2 of 2" in ended.stderr
+
+
+def test_profilers_of_modules() -> None:
+    """They look for a module in the variables of what stands in the place of its call."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    found = []
+    with roots.Roots(lambda root, *_: found.append(root)), torch.profiler.profile(with_modules=True, with_stack=True):
+        model(torch.randn(2, 4)).sum().backward()
+    assert [root.kind for root in found] == ["Sequential"]

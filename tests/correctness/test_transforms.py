@@ -63,6 +63,14 @@ def test_what_runs_without_a_plan_is_said_once(caplog: pytest.LogCaptureFixture)
     assert caplog.text.count("without a plan, outside the budget") == 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripting_says_what_to_do() -> None:
+    model = _planned()
+    with pytest.raises(AttributeError, match="restore"):
+        torch.jit.script(model)
+    assert torch.equal(torch.jit.script(lowtide.restore(model))(_X), _network()(_X))
+
+
 def test_batched_gradients_are_refused() -> None:
     model = _planned()
     with pytest.raises(lowtide.ExecutionError, match="one gradient at a time"):

@@ -84,6 +84,11 @@ class SymbolicFamily:
         self._values = compiled(self._numbers, self._symbols)
 
     @property
+    def mask(self) -> GradientMask:
+        """How gradients arrive in its calls."""
+        return self._captured.program.mask
+
+    @property
     def held_inputs(self) -> HeldInputs:
         """Inputs that are held in attributes."""
         return self._captured.contract.conditions.held_inputs

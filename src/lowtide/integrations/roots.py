@@ -150,12 +150,14 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         self._end_pass(counts=False)
 
     def _patch(self) -> _Call:
-        original, thread = self._original, self._thread
+        original, thread, outermost = self._original, self._thread, self._outermost
 
-        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if thread.inside or not module.training or not torch.is_grad_enabled():
-                return original(module, *args, **kwargs)
-            return self._outermost(module, args, kwargs)
+        def call(
+            self: nn.Module, /, *args: Any, **kwargs: Any
+        ) -> Any:  # torch.profiler looks for a module under this name
+            if thread.inside or not self.training or not torch.is_grad_enabled():
+                return original(self, *args, **kwargs)
+            return outermost(self, args, kwargs)
 
         return skip(call)  # of what Dynamo compiles: what it calls may be
 

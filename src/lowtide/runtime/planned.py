@@ -68,6 +68,13 @@ class Planned(Programs):
         self._prepares = False  # outside of a step, where no budget limits what is measured
 
     @property
+    def __globals__(self) -> dict[str, Any]:
+        """What ``torch.jit.script`` asks for, which compiles the source of a function. There is none of a plan."""
+        raise AttributeError(
+            "a rematerialized model cannot be scripted; call lowtide.restore(model) first, or trace it."
+        )
+
+    @property
     def original_forward(self) -> Callable[..., Any]:
         """That of the model's class as it is now, unless the model had one of its own, or one stands for it."""
         model: Any = self._model()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-STANDS_FOR = "_lowtide_stands_for"  # attribute of a function that is in another's place: that one
+STANDS_FOR = "_lowtide_stands_for"  # attribute of a function or a class that is in another's place: that one
 
 
 @contextlib.contextmanager
@@ -70,6 +70,11 @@ def by_thread(own: Callable[..., Any], function: Callable[..., Any]) -> Callable
 
     setattr(call, STANDS_FOR, function)
     return call
+
+
+def stood_for(value: Any) -> Any:
+    """What a function or a class is in the place of for a while; anything else as it is."""
+    return vars(value).get(STANDS_FOR, value) if isinstance(value, (types.FunctionType, type)) else value
 
 
 def replaced_methods() -> dict[int, Any]:

@@ -1,8 +1,9 @@
 """Functions that read sizes as numbers, written out where sizes are symbols.
 
-``len`` gives a number of Python's. The C++ code of others takes the sizes of its arguments as such numbers and calls operators.
-In a trace with symbolic sizes each would fix its sizes to those of the traced call (``interpolate``), or end it (an LSTM). So
-there ``len`` gives a symbol, and the same operators are called from here. Whoever makes a family of calls compares it with a
+``len`` gives a number of Python's, and ``range`` takes such. The C++ code of others takes the sizes of its arguments as such
+numbers and calls operators. In a trace with symbolic sizes each would fix its sizes to those of the traced call
+(``interpolate``), or end it (an LSTM). So there ``len`` gives a symbol, ``range`` asks only how many steps it has, and the same
+operators are called from here. Whoever makes a family of calls compares it with a
 capture by PyTorch's own code.
 """
 
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 from torch._decomp.decompositions import upsample_compute_output_size
 
-from lowtide.capture.trace.patches import all_wrapped, wrapped
+from lowtide.capture.trace.patches import STANDS_FOR, all_wrapped, replaced, wrapped
+from lowtide.capture.trace.sizes import hints
 from lowtide.objects.walk import parts_of
 
+_RANGE = range
 _LSTM = 2  # the kind of recurrent layer, in oneDNN's operator
 _UPSAMPLING = {  # whether corners may be aligned
     "upsample_nearest1d": False, "upsample_nearest2d": False, "upsample_nearest3d": False,
@@ -34,7 +37,8 @@ _UPSAMPLING = {  # whether corners may be aligned
 def written_out() -> Iterator[None]:
     """Inside, these functions take symbolic sizes in this thread."""
     places = [(torch._C._nn, name) for name in _UPSAMPLING]
-    with all_wrapped([*places, (torch._VF, "lstm")], _wrapped), wrapped(builtins, "len", _length):
+    functions = all_wrapped([*places, (torch._VF, "lstm")], _wrapped)
+    with functions, wrapped(builtins, "len", _length), replaced(builtins, "range", _Range):
         yield
 
 
@@ -44,6 +48,39 @@ def _length(function: Callable[[Any], int]) -> Callable[[Any], Any]:
         return value.shape[0] if symbolic else function(value)
 
     return length
+
+
+class _Counting(type):
+    """Of ``_Range``, which is called and asked as ``range`` is."""
+
+    def __call__(cls, *args: Any) -> Any:
+        return _counted(*args) if any(isinstance(one, torch.SymInt) for one in args) else _RANGE(*args)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _RANGE)
+
+    def __subclasscheck__(cls, value: Any) -> bool:
+        return value is cls or issubclass(value, _RANGE)
+
+
+class _Range(metaclass=_Counting):
+    """In the place of ``range``."""
+
+
+setattr(_Range, STANDS_FOR, _RANGE)
+
+
+def _counted(*args: Any) -> list[Any]:
+    """The numbers of ``range(*args)``: what is asked about sizes is how many there are, so rows in pieces of 128 may be any
+    that make as many pieces."""
+    start, stop, step = slice(*args).start or 0, slice(*args).stop, 1 if len(args) < 3 else args[2]
+    count = len(_RANGE(*hints((start, stop, step))))
+    last, end = start + (count - 1) * step, start + count * step
+    up = step > 0
+    if count:
+        assert last < stop if up else last > stop
+    assert end >= stop if up else end <= stop
+    return [start + number * step for number in _RANGE(count)]
 
 
 def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from lowtide.errors import ExecutionError
 from lowtide.ir import Op
 from lowtide.lower import Lowered
 from lowtide.program import Program, layouts
-from lowtide.program.results import Result
+from lowtide.program.results import GradientMask, Result
 from lowtide.program.tangents import owns_tangents
 
 _OWN_USES = 2  # of a storage: the tensor, and what asks
@@ -57,13 +57,19 @@ def _has_layout(gradient: torch.Tensor, stride: Sequence[int]) -> bool:
     return layouts.is_equivalent(gradient.shape, gradient.stride(), stride)
 
 
-def wanted(result: Result, gradients: Sequence[torch.Tensor | None]) -> bool | tuple[int, ...]:
-    """The mask entry for a result whose gradient arrived like this."""
+def wanted(program: Program, gradients: Sequence[torch.Tensor | None]) -> GradientMask:
+    """The mask for the results of ``program`` whose gradients arrived like this."""
+    return tuple(_wanted(program, result, gradients) for result in program.results[: len(program.mask)])
+
+
+def _wanted(program: Program, result: Result, gradients: Sequence[torch.Tensor | None]) -> bool | tuple[int, ...]:
     place = result.returned
     gradient = gradients[place] if place is not None and result.requires_grad else None  # not of one that is detached
-    if gradient is None:
+    if place is None or gradient is None:
         return False
-    return tuple(gradient.stride()) if gradient.numel() > 1 else True
+    stride = program.metas[program.graph.forward_outputs[place]].stride
+    usual = gradient.numel() <= 1 or (gradient.is_contiguous() and _has_layout(gradient, stride))
+    return usual or tuple(gradient.stride())
 
 
 def place(result: Result) -> tuple[int | None, ...]:

@@ -280,7 +280,7 @@ class ModelCall:
         """
         self.generator = None
         program = self.lowered.program
-        mask = tuple(wanted(result, gradients) for result in program.results[: len(program.mask)])
+        mask = wanted(program, gradients)
         same = mask == program.mask and not (keeps or held or self.superseded)
         lowered = self.lowered if same else self.for_mask(mask, keeps, held, self.inputs)
         if list(map(place, lowered.program.results)) != list(map(place, program.results)):

@@ -153,7 +153,8 @@ class Entry:
     of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found.
     ``version``: the schedules of its ``siblings`` that it knows; ``used``: when, by the count of all calls; ``calls``
     of its own, and when it was ``made``. ``arena``: where its tensors have their places, if there is one. ``most_bytes`` of
-    the settings that it was planned by. ``read_again``: see ``programs.changing``, once that was asked for."""
+    the settings that it was planned by. ``read_again``: see ``programs.changing``, once that was asked for. ``kin``: see there,
+    the kind of its calls, and the shapes of their tensors."""
 
     key: Signature
     captured: Captured
@@ -172,6 +173,7 @@ class Entry:
     arena: Arena | None = None
     most_bytes: int | None = None
     read_again: tuple[int, ...] | None = None
+    kin: tuple[Any, Any] = (None, None)
 
     @contextlib.contextmanager
     def call_as_it_was(self, model: nn.Module) -> Iterator[None]:

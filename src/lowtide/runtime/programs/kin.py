@@ -26,6 +26,8 @@ from lowtide.capture.trace.sizes import Place, Shapes, extents
 from lowtide.cost.scaled import Measured
 from lowtide.ir import Schedule
 from lowtide.program import Program
+from lowtide.program.distributed.local import spec_of
+from lowtide.program.results import GradientMask
 from lowtide.runtime.programs.entry import Entry, Sample, Siblings, Signature
 from lowtide.stage_times import stage
 
@@ -101,7 +103,8 @@ class FamilyCall(NamedTuple):
 @dataclass(eq=False)
 class Kin:
     """The calls of one kind. ``known``: the last that was captured by itself; ``sizes``: of the first that were, shapes and the
-    numbers of rows that data select; ``at_once``: all sizes may vary; ``fixed``: how often a family was of one call alone."""
+    numbers of rows that data select; ``at_once``: all sizes may vary; ``fixed``: how often a family was of one call alone;
+    ``mask``: how gradients arrived where that was not as guessed, if calls of other sizes can have it, too."""
 
     at_once: bool = False
     branches: list[Branch] = field(default_factory=list)
@@ -110,6 +113,12 @@ class Kin:
     sizes: set[tuple[Shapes, Any]] = field(default_factory=set)
     fixed: int = 0
     hopeless: bool = False
+    mask: GradientMask | None = None
+
+    def arrived(self, mask: GradientMask) -> None:
+        """In a backward pass gradients arrived like this: calls of other sizes are captured for that from now on."""
+        any_size = all(isinstance(one, bool) or not any(one) for one in mask)
+        self.mask = mask if any_size else None
 
     def member(
         self, shapes: Shapes, holds: Callable[[Captured], bool], asked: Callable[[HeldInputs, Question], Any]
@@ -117,6 +126,8 @@ class Kin:
         """The capture of a call with tensors of these ``shapes``, where a family has it and its conditions hold;
         ``asked``: what is answered to a question, where some inputs are held in attributes."""
         for branch in self.branches:
+            if self.mask not in (None, branch.family.mask):
+                continue
             answer = functools.partial(lambda held, _, question: asked(held, question), branch.family.held_inputs)
             captured = branch.family.member(shapes, answer)
             if captured is not None and holds(captured):
@@ -201,8 +212,7 @@ def kind_of(key: Signature, states: int) -> Signature:
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes | None:
     """Of a call's tensors; ``None`` where one is laid out in another way than a family's are."""
-    dense = all(tensor.layout is torch.strided for tensor in tensors)
-    if not (tensors and dense and all(one.storage_offset() == 0 or not one.requires_grad for one in tensors)):
+    if not (tensors and all(one.storage_offset() == 0 or not one.requires_grad for one in tensors)):
         return None
     return tuple(map(extents, tensors))
 
@@ -257,7 +267,9 @@ class Kins:
 
     def of(self, key: Signature, inputs: Sequence[torch.Tensor], states: int) -> tuple[Kin, Shapes] | tuple[None, None]:
         """The kind of a call with these flat inputs, of which the first ``states`` are the model's, and the others' shapes."""
-        shapes = None if self.dynamic is False else shapes_of(inputs[states:])
+        # Of distributed tensors the global sizes are in the program as well, of sparse ones the numbers of their entries.
+        special = any(spec_of(tensor) is not None or tensor.layout is not torch.strided for tensor in inputs)
+        shapes = None if special or self.dynamic is False else shapes_of(inputs[states:])
         if shapes is None:
             return None, None
         kind = kind_of(key, states), tuple(map(len, shapes))

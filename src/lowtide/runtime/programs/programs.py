@@ -26,7 +26,6 @@ from lowtide.memory.arena import Arena, new_arena
 from lowtide.pipeline import FIRST_PLANNER, Finish, adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program
-from lowtide.program.distributed.local import spec_of
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import program_device
 from lowtide.progress import shown
@@ -114,15 +113,18 @@ class Programs:
         gradients arrive otherwise."""
         known = self.entries.get(key, [])
         with stage_seconds() as taken, shown(type(self.model).__name__):
-            kin, shapes, member = None, None, None
+            member = None
             if old is not None and mask is not None:
                 if not (self.in_terms and old.captured.program.sums):
                     old.captured_for.setdefault(old.captured.program.mask, old.captured)
                 captured = old.captured_for.get(mask) or self._capture(sample, mask, Known.of(old.captured))
                 old.captured_for[mask] = old.with_its_numbers(captured, self.model)
+                kin, shapes = old.kin
+                if kin is not None:
+                    kin.arrived(mask)
             else:
                 kin, shapes, member = self._member(key, sample)
-                first = known[0].captured.program.mask if known else None
+                first = known[0].captured.program.mask if known else kin.mask if kin else None
                 captured = member.captured if member else self._captured(sample, first)
                 held = {id(tensor) for tensor in held_tensors(self.model)}
                 same = next((entry for entry in known if captured.same_as(entry.captured, held)), None)
@@ -142,6 +144,7 @@ class Programs:
         kept = KeptSample.of(sample, self.model, program_device(program).type)
         most_bytes = self.settings.most_bytes
         entry = Entry(key, captured, plan, runs, conditions, kept, for_masks, arena=arena, most_bytes=most_bytes)
+        entry.kin = kin, shapes
         if old is not None:
             entry.captured_for = old.captured_for
         self._added(entry, taken)
@@ -197,9 +200,7 @@ class Programs:
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
         inputs, state, _ = self._flat(*sample.standing())
-        # Of distributed tensors the global sizes are in the program as well, of sparse ones the numbers of their entries.
-        special = any(spec_of(tensor) is not None or tensor.layout is not torch.strided for tensor in inputs)
-        kin, shapes = (None, None) if special else self._kins.of(key, inputs, len(state.tensors))
+        kin, shapes = self._kins.of(key, inputs, len(state.tensors))
         if kin is None or shapes is None:
             return None, None, None
 
@@ -311,7 +312,7 @@ class Programs:
             program, plan = self._fitting(key, entry.captured, entry.sample.on(self.model))
             runs = lowered(program, plan, entry.arena)
         made = Entry(key, entry.captured, plan, runs, entry.conditions, entry.sample, {}, arena=entry.arena)
-        made.most_bytes = self.settings.most_bytes
+        made.most_bytes, made.kin = self.settings.most_bytes, entry.kin
         self._added(made, taken)
         self.improve(made)
         return made

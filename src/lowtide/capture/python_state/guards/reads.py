@@ -17,7 +17,7 @@ from lowtide.capture.python_state.guards.caches import Results
 from lowtide.capture.python_state.guards.external_effects import hooks_of
 from lowtide.capture.python_state.guards.files import Watched
 from lowtide.capture.python_state.paths import named
-from lowtide.capture.trace.patches import STANDS_FOR
+from lowtide.capture.trace.patches import stood_for
 from lowtide.errors import CaptureError
 from lowtide.objects.keys import tensor_key
 from lowtide.objects.places import current, innermost, key_of, part_name
@@ -200,8 +200,7 @@ class Reads:
             self.values.pop(read.place, None)
 
     def note(self, kind: str, owner: Any, name: str, value: Any, text: str) -> None:
-        if type(value) is types.FunctionType:
-            value = value.__dict__.get(STANDS_FOR, value)  # what is there when nothing is captured
+        value = stood_for(value)  # what is there when nothing is captured
         self.values.setdefault((kind, id(owner), name), Read(kind, owner, name, value, text))
 
     def refuse_unknown(self) -> None:
