@@ -248,3 +248,16 @@ def test_one_dictionary_twice_in_a_later_call() -> None:
             torch.manual_seed(0)
             losses.append(each(*copy.deepcopy(args)))
         assert torch.equal(*losses)
+
+
+def test_what_a_model_only_holds_is_no_condition(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether the model holds what its call has written into is asked past its code: a log that grows is not read."""
+    caplog.set_level("INFO", "lowtide")
+    model: Any = _Written(lambda blocks, batch: batch.update(y=blocks[0](batch["x"])) or batch)
+    model.log = []
+    lowtide.rematerialize(model, ({"x": _x()},), budget="100%")
+    for number in range(3):
+        model({"x": _x()})["y"].square().sum().backward()
+        model.log.append(f"step {number}")
+    assert "captured again" not in caplog.text
+    assert len(lowtide.plans(model)) == 1

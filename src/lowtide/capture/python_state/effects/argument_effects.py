@@ -87,7 +87,7 @@ class ArgumentWrites:
         values = tuple(_with_slots(value, slots) for _, value in found)
         result, written = _with_slots(result, slots), {write.number for write, _ in found}
         changed = {id(self._holders[number]) for number in written}
-        elsewhere = reachable([values, result, *map(vars, model.modules())], _may_hold)
+        elsewhere = reachable([values, result, *map(own_attributes, model.modules())], _may_hold)  # unseen by observers
         if any(id(one) in changed for one in elsewhere) or not all(self._is_known(*one) for one in found):
             return result
         for number in written:
