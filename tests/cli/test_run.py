@@ -393,3 +393,37 @@ def test_profilers_of_modules() -> None:
     with roots.Roots(lambda root, *_: found.append(root)), torch.profiler.profile(with_modules=True, with_stack=True):
         model(torch.randn(2, 4)).sum().backward()
     assert [root.kind for root in found] == ["Sequential"]
+
+
+class _Inner(torch.autograd.Function):
+    """Differentiates in its own backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+        ctx.x, ctx.inner = x.detach(), inner
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with torch.enable_grad():
+            kept = ctx.inner(ctx.x)
+            kept.sum().backward()
+            del kept
+            large = torch.zeros(1 << 18)
+        return large.sum() + torch.ones_like(ctx.x), None
+
+
+class _Outer(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = _Inner.apply(self[0](x), self[1])
+        return loss
+
+
+def test_a_pass_ends_where_the_outermost_backward_does() -> None:
+    model = _Outer(nn.Linear(4, 4), nn.Linear(4, 4))
+    ended = list[int]()
+    with roots.Roots(lambda root, *_: setattr(root, "outside", "watched"), lambda: ended.append(1)) as watched:
+        for _ in range(2):
+            model(torch.randn(2, 4)).backward()
+    assert len(ended) == watched.passes == 2
+    assert watched.peak_bytes > 1 << 20

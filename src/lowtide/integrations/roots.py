@@ -246,6 +246,8 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
 
     def _backward(self, original: _Call) -> _Call:
         def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._thread.inside or torch._C._current_graph_task_id() != -1:  # a part of a pass
+                return original(*args, **kwargs)
             for root in self._in_pass:
                 if root.too_small is not None and root.too_small.minimum_bytes >= SMALL_BYTES:
                     raise root.too_small

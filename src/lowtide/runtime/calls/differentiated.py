@@ -60,9 +60,11 @@ class DifferentiatedAgain:
         self._run.add(kind)
         heard = functools.partial(self._heard, kind)
         result = forward(*args, **kwargs)
-        for node in {tensor.grad_fn for tensor in structure.flatten(result)[0]}:
-            if node is not None:
-                node.register_prehook(heard)
+        nodes = {tensor.grad_fn for tensor in structure.flatten(result)[0]} - {None}
+        for node in nodes:
+            node.register_prehook(heard)  # type: ignore[union-attr]
+        if not nodes:  # no backward pass comes to it
+            self._kinds.setdefault(kind, False)
         return result
 
     def _heard(self, kind: Any, gradients: Any) -> None:

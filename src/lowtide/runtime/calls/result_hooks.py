@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide.capture.python_state.code.code_names import is_trusted
 from lowtide.errors import ExecutionError
@@ -19,10 +20,15 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # with the inputs 
 
 
 def tell(result: Any, reached: Callable[[torch.Tensor], None]) -> None:
-    """Have ``reached`` called where a backward pass comes to any of the tensors of ``result``, which keep it alive."""
+    """Have ``reached`` called where a backward pass comes to any of the tensors of ``result``, which keep it alive: before all
+    other hooks on it, which may call submodules themselves (gradients that are cached)."""
     for tensor in structure.flatten(result)[0]:
-        if tensor.grad_fn is not None:
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            hooks: Any = tensor._backward_hooks or {}
+            others = dict(hooks)
+            hooks.clear()
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+            hooks.update(others)
 
 
 def refuse_hooks(tensor: torch.Tensor) -> None:
