@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from typing import Any
 
 import pytest
 import torch
@@ -257,3 +258,41 @@ def test_attributes_are_as_they_were_and_stay_as_they_are(write: str, between: b
             torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), plain.parameters(), strict=True)
         )
     assert counts[0] > 4 or not write
+
+
+class _Marked(nn.Module):
+    """A hook counts calls at a parameter and a buffer, as those for gradients of single samples do, and one of the backward
+    pass counts them down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(8)
+        self.inner.register_forward_hook(self._count)
+        self.inner.register_full_backward_hook(self._count_down)
+        vars(self.inner.weight).update(waiting=0, log=[])
+        vars(self.inner.running_mean).update(waiting=0, log=[])
+
+    def marks(self) -> list[dict[str, Any]]:
+        return [vars(self.inner.weight), vars(self.inner.running_mean)]
+
+    def _count(self, *_: Any) -> None:
+        for marks in self.marks():
+            marks["waiting"] += 1
+            marks["log"].append("called")
+
+    def _count_down(self, *_: Any) -> None:
+        for marks in self.marks():
+            marks["waiting"] -= 1
+            marks["log"].append("differentiated")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x.sin()).exp()
+        return result
+
+
+def test_attributes_of_parameters_are_as_they_were_and_stay_as_they_are() -> None:
+    model, again = _Marked(), Recomputation()
+    for number in range(1, 4):
+        x = torch.randn(4, 8, requires_grad=True)
+        again.run(model, model.forward, (x,), {}, lambda: None).sum().backward()
+        assert model.marks() == [{"waiting": 0, "log": ["called", "differentiated"] * number}] * 2

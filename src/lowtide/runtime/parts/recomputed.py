@@ -52,7 +52,9 @@ class Recomputation:
     ) -> Any:
         """``forward(*args, **kwargs)`` of ``module``, which keeps its arguments and decisions and runs again where the backward
         pass needs what it saved: ``on_run`` is called then."""
-        before = _State(module, self._attributes_of(module), self._reach_of(module), reach_of(args, kwargs))
+        marked = map(vars, (*module.parameters(), *module.buffers()))  # hooks may count there, say
+        given = reach_of((*args, *marked), kwargs)
+        before = _State(module, self._attributes_of(module), self._reach_of(module), given)
         values = pytree.tree_leaves((tuple(args), dict(kwargs)))  # each is watched for writes
         decisions: list[Any] = []
 
