@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from lowtide.cli.main import main
-from lowtide.integrations import roots
+from lowtide.integrations import roots, scripts
 
 SCRIPTS = Path(__file__).parent / "scripts"
 IGNORED = ["ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"]  # the trainers' own
@@ -427,3 +428,37 @@ def test_a_pass_ends_where_the_outermost_backward_does() -> None:
             model(torch.randn(2, 4)).backward()
     assert len(ended) == watched.passes == 2
     assert watched.peak_bytes > 1 << 20
+
+
+class _CallsItself(nn.Module):
+    """Computes its loss of a dictionary by a call of itself, and decides by the data, as detectors of Ultralytics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(4)
+        )
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, dict):
+            found, _ = self.forward(x["x"])
+            return found.square().mean() * len(x["kinds"].unique())
+        for block in self.blocks:
+            x = x + block(x)
+        return x, x.tanh()
+
+
+def _trained(model: nn.Module) -> list[torch.Tensor]:
+    for number in range(3):
+        torch.manual_seed(number)
+        model({"x": torch.randn(256, 32), "kinds": torch.rand(8) > 0.5}).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_model_that_calls_itself() -> None:
+    """The inner call was planned as a whole, with parts for submodules, which were gone in the backward pass."""
+    model = _CallsItself()
+    expected = _trained(copy.deepcopy(model))
+    with scripts.planned_roots({"budget": "70%"}, (), lambda text: None) as found:
+        assert all(map(torch.equal, _trained(model), expected))
+    assert [root.planned_calls for root in found.roots] == [3]

@@ -347,3 +347,22 @@ def test_a_cached_property_of_an_argument() -> None:
 
 def _read(settings: _Settings, tensor: torch.Tensor) -> float:
     return settings.scale
+
+
+class _Marking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        vars(self.layer.weight).update(calls=[])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        vars(self.layer.weight)["calls"].append("called")
+        result: torch.Tensor = self.layer(x).tanh()
+        return result
+
+
+def test_what_is_added_at_a_parameter_is_added_once() -> None:
+    model = lowtide.rematerialize(_Marking(), budget="100%")
+    for number in range(1, 4):
+        model(torch.randn(4, 8)).sum().backward()
+        assert vars(model.layer.weight) == {"calls": ["called"] * number}

@@ -73,6 +73,8 @@ class Rematerialized(Planned):
         self.optimizer = optimizer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        if self.parts is not None and self.parts.running:  # it calls itself
+            return self.original_forward(*args, **kwargs)
         if self._online is not None and not self._wants_plan(self._online, (args, kwargs)):
             return self._run_online(args, kwargs)
         if self._root is None and is_sharded(self.model):
@@ -113,8 +115,7 @@ class Rematerialized(Planned):
         return states
 
     def _may_split(self) -> bool:
-        """Whether gradients could leave as the terms of their sums, and do not yet. Of ``in_flight`` calls each has a backward
-        pass of its own."""
+        """Whether gradients could leave as terms of their sums, but do not. Of ``in_flight`` calls each has its own pass."""
         plain = self.optimizer is None and self._root is None and self.settings.compiler == "eager"
         return plain and not self.in_terms and not self._waiting.summed and self.settings.in_flight == 1
 

@@ -71,7 +71,7 @@ def hooks_kept(model: nn.Module) -> Iterator[None]:
 class ExternalEffects(Reach):
     """Inside, ``model`` runs; afterwards what its hooks can reach outside of it is as it was, and so is what its code can reach
     where that put tensors. ``lost`` names these places, ``filled`` are those where constants stay. ``arguments``: all that it
-    is called with.
+    is called with; what parameters and buffers have in attributes of their own is looked after as these are.
 
     ``constant`` gives real tensors for traced ones that are constant: where the code put such ones alone, the real ones stay
     there. What else the code keeps is left, too: a library may have been imported meanwhile, whose state is in more places than
@@ -87,7 +87,8 @@ class ExternalEffects(Reach):
         for module in modules[1:]:
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             self.add((hook, full_name(hook)) for hook in hooks if not is_trusted(hook))
-        self.add((argument, ARGUMENT) for argument in arguments)
+        marks = (vars(tensor) for tensor in (*model.parameters(), *model.buffers()))
+        self.add((value, ARGUMENT) for value in (*arguments, *(one for each in marks for one in each.values())))
         kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
         own = [(type(module), item) for module in modules for item in module.__dict__.items()]
         code = [(kind, item) for kind, item in own if isinstance(item[1], (*CODE, types.BuiltinMethodType))]
@@ -121,8 +122,8 @@ class ExternalEffects(Reach):
         """Raises ``CaptureError`` for what is ``lost``."""
         if ARGUMENT in self.lost:
             raise CaptureError(
-                "the forward pass adds to a list, a dict or an object among its arguments, or counts in it, which planned "
-                "calls would not do. Return what it adds instead, or run the model under lowtide.online."
+                "the forward pass adds to a list, a dict or an object among its arguments, or counts in it (or does so at a "
+                "parameter), which planned calls would not do. Return what it adds, or run the model under lowtide.online."
             )
         raise CaptureError(
             f"the forward pass, or a hook of a submodule, keeps tensors outside of the model ({', '.join(self.lost)}), where "
