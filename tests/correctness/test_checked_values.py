@@ -195,7 +195,7 @@ def test_a_check_that_goes_every_way_is_none() -> None:
 def _counted(x: torch.Tensor) -> torch.Tensor:
     """What is done for large values depends on how many there are, which no program can know."""
     large = x.detach().abs() > 50
-    return x / int(large.sum()) if large.any() else x
+    return x / len(x[large]) if large.any() else x
 
 
 def test_calls_that_go_where_no_program_can_run_apart_alone() -> None:

@@ -615,7 +615,7 @@ def test_parts_and_the_online_mode_keep_gradients(caplog: pytest.LogCaptureFixtu
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.one(x)
-            return (self.two(x) if float(x.sum()) > 0 else x * 2).square().mean()
+            return (self.two(x) if x.sum() > 0 else x * 2).square().mean()
 
     def make(model: nn.Module) -> optim.Optimizer:
         return _sgd(model)

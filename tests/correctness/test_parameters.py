@@ -187,7 +187,7 @@ class _BesideItems(_TrainedBuffer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss = self.inner(x)
-        return loss + self.inner(x) if loss.item() > -1 else loss
+        return loss + self.inner(x) if loss > -1 else loss
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -25,6 +25,8 @@ NUMBERS = [
     "(self.beta * weight)", "(self.tau / (1 + abs(self.count)))", "(self.weights['kl'] + self.rate)",
     "options['kl']", "options['deep']['tau']", "options['list'][1]", "options['batch'].rate", "sum(options['list'])",
     "(options['kl'] * self.beta)", "len(options['name'])", "(1 if options['name'] == 'a3' else 0.5)", "options['step'] / 20",
+    "h.abs().mean().item()", "float(h.detach().std())", "h.max().item()", "(h > 0).sum().item()", "int((h > 0).sum())",
+    "h.mean(0).tolist()[1]", "torch.rand(()).item()", "(h.mean().item() + self.beta)", "(h.max().item() / h.std().item())",
     "max(self.beta, self.rate)", "sum(self.schedule)", "sum(self.weights['deep'])",
 ]  # fmt: skip
 FUNCTIONS = [

@@ -40,7 +40,7 @@ class Around(nn.Module):
 class Deciding(Around):
     def forward(self, ids: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
         result, rest = super().forward(ids, x, y)
-        return rest if rest.item() > 1e30 else (result, rest)
+        return rest if rest > 1e30 else (result, rest)
 
 
 def _found(seed: int) -> str:

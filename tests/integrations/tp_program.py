@@ -241,7 +241,7 @@ class Deciding(Llama):
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x) if float(x.detach().float().norm()) >= 0 else x
+            x = block(x) if x.detach().float().norm() >= 0 else x
         assert labels is not None
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 

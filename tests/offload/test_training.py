@@ -163,7 +163,7 @@ def test_parts_move_too(disk: str) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.first(x)
-            scale = float(x.detach().abs().mean()) > 0.1
+            scale = bool(x.detach().abs().mean() > 0.1)
             result: torch.Tensor = self.second(x * 2 if scale else x).square().mean()
             return result
 

@@ -27,7 +27,7 @@ class _Dynamic(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             inputs = torch.tanh(layer(inputs))
-            if inputs.mean().item() > 2.0:
+            if inputs.mean() > 2.0:
                 break
         return inputs.sum()
 
@@ -74,7 +74,7 @@ class _Plain(_Dynamic):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
             inputs = torch.tanh(inputs @ weight)
-            if inputs.mean().item() > 2.0:
+            if inputs.mean() > 2.0:
                 break
         return inputs.sum()
 

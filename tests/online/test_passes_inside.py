@@ -22,7 +22,7 @@ class _Penalty(nn.Module):
     def energy(self, inputs: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             inputs = torch.tanh(layer(inputs))
-            if inputs.mean().item() > 2.0:
+            if inputs.mean() > 2.0:
                 break
         return inputs.sum()
 

@@ -151,7 +151,7 @@ class _Distilled(nn.Module):
         x = self.head(x)
         with torch.no_grad():
             wanted = self.teacher(x)
-        return F.mse_loss(self.student(x), wanted) if float(wanted.sum()) > -1e9 else x.sum()
+        return F.mse_loss(self.student(x), wanted) if wanted.sum() > -1e9 else x.sum()
 
 
 def test_modules_called_without_gradients_in_the_forward_pass_alone() -> None:
@@ -171,7 +171,7 @@ class _Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
-            if float(x.detach().sum()) > -1e9:
+            if x.detach().sum() > -1e9:
                 x = x + checkpoint(block, x, use_reentrant=True)
         return x
 

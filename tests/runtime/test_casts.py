@@ -46,7 +46,7 @@ class _InParts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number in range(self.count):
             x = x + self.parts[number % len(self.parts)](x)
-            if x.sum().item() < -1e30:
+            if x.sum() < -1e30:
                 break
         return x.float().square().mean()
 

@@ -117,7 +117,7 @@ class _Deciding(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = x + block(x) if x.sum().item() < 1e9 else x
+            x = x + block(x) if x.sum() < 1e9 else x
         return x.square().mean()
 
 

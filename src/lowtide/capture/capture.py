@@ -19,6 +19,7 @@ from torch import nn
 from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.assembled import assembled
 from lowtide.capture.contract import Captured, Conditions, Contract
+from lowtide.capture.conversions import can_follow
 from lowtide.capture.convert.convert import convert
 from lowtide.capture.convert.nested_writes import merge_nested_writes
 from lowtide.capture.known import Known
@@ -27,7 +28,7 @@ from lowtide.capture.python_state.effects import attribute_effects
 from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
 from lowtide.capture.python_state.effects.backward_effects import BackwardEffectError
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs, inputs_at
-from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder
+from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder, drawn_number
 from lowtide.capture.python_state.guards import counters
 from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.counters import Readers
@@ -36,6 +37,7 @@ from lowtide.capture.python_state.guards.guards import Guards
 from lowtide.capture.python_state.guards.reads import Place, Read, read_of
 from lowtide.capture.python_state.guards.standing import Numbers
 from lowtide.capture.python_state.paths import AttributePath, leaf, sharing
+from lowtide.capture.read_numbers import TensorNumbers
 from lowtide.capture.refusals import (
     capture_error,
     check,
@@ -59,6 +61,7 @@ from lowtide.objects import structure
 from lowtide.objects.places import current
 from lowtide.program.distributed.gathers import with_gathers
 from lowtide.program.distributed.local import with_own_sizes
+from lowtide.program.items import with_items
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.scalars import with_scalars, with_scalars_of
@@ -138,18 +141,19 @@ def _with_scalars(
         if later.computed != known.computed or recorder.comparing != drawn:
             return replace(later, moved=False)
         moved = _finished(call, trace, rewrite)
-        reads, taken = trace.traced.inputs()
+        reads, taken = trace.traced.numbers.inputs(drawn_number)
         same = moved.contract.same_as(captured.contract)
         program = with_scalars(moved.program, captured.program, taken) if same else None
     else:
-        reads, _ = trace.traced.inputs()
+        reads, _ = trace.traced.numbers.inputs(drawn_number)
         numbers = [current(*one[:3]) if isinstance(one, Read) else None for one in reads]
         same = replace(captured.contract, scalars=tuple(reads)).numbers == like.contract.numbers and None not in numbers
         program = with_scalars_of(like.program, captured.program, numbers) if same else None
     if program is not None:
-        return Captured(program, replace(captured.contract, scalars=tuple(reads)))
+        return Captured(with_items(program), replace(captured.contract, scalars=tuple(reads)))
     recorder.comparing = recorder.comparing and all(isinstance(one, Read) for one in reads)
-    return replace(known, computed=known.computed.union(one.place for one in reads if isinstance(one, Read)))
+    computed = known.computed.union(one.place for one in reads if isinstance(one, Read))
+    return replace(known, computed=computed, items=known.items and bool(reads))
 
 
 def _traced(call: TracedCall, known: Known) -> tuple[_Trace, Known]:
@@ -183,7 +187,9 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
     numbers = Numbers(known.numbers.values(), known.scalars, known.moved, known.computed)
     recorder.taken, recorder.moved = numbers.taken if known.scalars else None, known.moved
-    traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, mode.expectations)
+    taken = numbers.taken if known.scalars and call.sizes is None else None
+    read = TensorNumbers(known.items, taken, known.moved, known.converting)
+    traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, read, mode.expectations)
     outside: list[Read] = []
 
     def learn() -> None:  # from the first run, before the joint graph is traced in vain
@@ -209,7 +215,9 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             return learned
         if effects is None and (traced.run.changes or traced.run.rewired or outside):
             places = [one.place for one in traced.compared()]
-            effects = rehearse(call, held, traced.reads, outside, places, known.expected)
+            effects = rehearse(
+                call, held, traced.reads, outside, places, known.expected, known.converting if read else None
+            )
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except _LearnedError as error:
@@ -224,6 +232,10 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             return replace(known, effects=effects, changed_backward=known.changed_backward | error.changed)
         if recorder.used_otherwise(failed=True):
             return replace(known, effects=effects)
+        if read.asking is not None and can_follow(read.asking):
+            return replace(known, effects=effects, converting=(*known.converting, read.asking))
+        if read.misused:
+            return replace(known, effects=effects, items=False)
         learned = _learned_of_numbers(known, traced, error)
         if learned is not None:
             return learned
@@ -239,6 +251,8 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     traced.reads.forget(outside)
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)
+    if read.misused:
+        return replace(known, effects=effects, items=False)
     return _Trace(
         module, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws, known.bounds
     )
@@ -266,6 +280,11 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Rewrite | None) -> Captu
     """The program of a joint graph, and the contract."""
     run, effects, held = trace.traced.run, trace.effects, trace.held
     if all(entry is False for entry in run.mask):
+        if trace.traced.expectations.answers:
+            raise CaptureError(
+                "no output of the model requires a gradient where the values that it checks are as such values usually are, so "
+                "what it computes depends on the values of floating-point or random tensors."
+            )
         raise NoGradientError(
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
             "the parameters and inputs, and that the model is not under torch.no_grad()."
@@ -320,10 +339,11 @@ def _read_inputs(program: Program, questions: Sequence[Any]) -> set[int]:
 def _guards(model: nn.Module, trace: _Trace, settings: Sequence[attribute_effects.ValueEffect]) -> tuple[Guards, ...]:
     """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
     effects, reads, held = trace.effects, trace.traced.reads, trace.held
-    written = [one.place for one in effects.tensors if not one.once and one.place not in effects.carried]
-    every = sharing(model, written)
-    guards = Guards.of(model, reads, every, held, compared=trace.traced.numbers.every)
+    unlike = effects.carried | trace.traced.run.derived
+    written = [one.place for one in effects.tensors if not one.once and one.place not in unlike]
+    every, told = sharing(model, written), effects.told & set(written)
+    guards = Guards.of(model, reads, every, told, held, compared=trace.traced.numbers.every)
     left = [(setting.place, setting.value) for setting in settings if setting.place in trace.traced.run.changes.plain]
     if not left or not effects.settled:
         return (guards,)
-    return guards, Guards.of(model, reads, every, held, left, trace.traced.numbers.every)
+    return guards, Guards.of(model, reads, every, told, held, left, trace.traced.numbers.every)

@@ -13,6 +13,7 @@ from lowtide.capture.python_state.effects.random_numbers import RandomRecorder
 from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.reads import Place, Read
 from lowtide.capture.python_state.paths import AttributePath
+from lowtide.capture.read_numbers import Variables
 from lowtide.capture.rehearsal import Effects
 from lowtide.objects.places import current
 
@@ -28,7 +29,9 @@ class Known:
     that were read and seen to change: how they compare is found out; ``computed``: those that the call does more with, and how
     it compares these first, if it does (``bounds``): where they compare otherwise, it may do no more than that, which is
     ``tried`` once.
-    ``scalars``: whether numbers that operators take may be inputs of the program; ``moved``: operators are given others.
+    ``scalars``: whether numbers that operators take may be inputs of the program; ``moved``: operators are given others;
+    ``items``: whether there may be numbers of tensors that the pass has computed, and
+    ``converting``: variables of modules whose code asks for these by ``float`` or ``int``.
     ``expected``: how the first checks of values go (``trace.expected``); with ``None`` there are to be none.
     """
 
@@ -43,6 +46,8 @@ class Known:
     expected: tuple[bool, ...] | None = ()
     scalars: bool = True
     moved: bool = False
+    items: bool = True
+    converting: tuple[Variables, ...] = ()
 
     @staticmethod
     def of(captured: Captured) -> Known:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
+import types
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -16,7 +19,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.arguments import rebuilt
+from lowtide.capture.conversions import numbers_read
 from lowtide.capture.copies import copy_without_data
+from lowtide.capture.numbers_left import NumbersLeft, flat, holds, layout, refuse_read
 from lowtide.capture.python_state.effects import attribute_effects
 from lowtide.capture.python_state.effects.random_numbers import untouched
 from lowtide.capture.python_state.effects.snapshots import Snapshot, snapshot
@@ -33,7 +38,7 @@ from lowtide.capture.trace.patches import all_wrapped, telling
 from lowtide.capture.traced_model import TracedCall
 from lowtide.errors import CaptureError
 from lowtide.objects import structure
-from lowtide.objects.keys import fingerprint, layout
+from lowtide.objects.keys import fingerprint
 from lowtide.program.distributed.local import like_form
 from lowtide.program.results import below
 
@@ -45,11 +50,14 @@ _LOG = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Effects:
     """What a rehearsal found: attributes that get tensors, those that are ``counted`` on in every call, and those whose tensors
-    are ``carried`` from call to call. ``settled``: the next call has the same program."""
+    are ``carried`` from call to call. ``told``: those of which code may ask more than for values of tensors, whether there are
+    any, say; ``grown``, that each call leaves in another form. ``settled``: the next call has the same program."""
 
     tensors: tuple[attribute_effects.TensorEffect, ...] = ()
     counted: frozenset[AttributePath] = frozenset()
     carried: frozenset[AttributePath] = frozenset()
+    told: frozenset[AttributePath] = frozenset()
+    grown: frozenset[AttributePath] = frozenset()
     settled: bool = True
 
     @property
@@ -65,10 +73,12 @@ def rehearse(
     outside: Sequence[Read] = (),
     compared: Collection[AttributePath] = (),
     expected: Sequence[bool] | None = (),
+    converting: Sequence[dict[str, Any]] | None = None,
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``reads``: what its code reads, and of that
     ``outside`` what each call changes outside of the model; ``compared``: attributes that are only compared, and that planned
-    calls count on, or set, too. Raises ``CaptureError`` where calls do not settle, see ``effects.attribute_effects``."""
+    calls count on, or set, too; ``converting``: of ``Known``, where it reads numbers of tensors that it has computed. Raises
+    ``CaptureError`` where calls do not settle, see ``effects.attribute_effects``."""
     model, state, tensors = traced.model, traced.state, traced.tensors
     mode = AnsweringFakeMode(expected=expected, rehearses=True)
     count = len(state.tensors) + len(followed)
@@ -79,6 +89,7 @@ def rehearse(
     clone, _ = copy_without_data(model, (*state.registered, *followed), wholes[:count])
     calls: list[RehearsedCall] = []
     readers = Readers(model, reads)
+    numbers_left = NumbersLeft()
 
     def call() -> RehearsedCall:
         with mode:  # inputs of their own in each call
@@ -88,10 +99,12 @@ def rehearse(
         args, kwargs = rebuilt(traced.arguments, wholes[: len(state.tensors)], inputs, lambda one: one.value)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         mode.expectations.begin()
-        with as_traced(), untouched(), traced.caches.without_fakes(), traced.classes, outer, mode:
-            with called:
+        reading = numbers_read(clone, converting) if converting is not None else contextlib.nullcontext()
+        with as_traced(), untouched(), traced.caches.without_fakes(), traced.classes, outer, mode, reading:
+            with called, numbers_left.noticed():
                 result = clone.forward(*args, **kwargs)
             called.ended(clone, before, result)
+            numbers_left.put(clone, called.changes.tensors, before)
             if (outside or (calls or [called])[0].changes.plain) and called.backward_runs_code(result, readers):
                 with called:
                     called.differentiate(result, [*wholes[:count], *inputs])
@@ -123,7 +136,8 @@ def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath], r
     once = [place for place in first.changes.tensors if place not in every]
     late = [place for place in second.changes.tensors if place not in every]
     carried = [place for place in every if first.left[place].tensors & second.read - first.state]
-    growing = [place for place in carried if first.left[place].layout != second.left[place].layout]
+    grown = [place for place in every if first.left[place].layout != second.left[place].layout]
+    growing = [place for place in grown if place in carried]
     if growing:
         raise CaptureError(
             f"every call of the model leaves other shapes in plain attributes ({texts(growing)}) and the next one computes "
@@ -152,7 +166,11 @@ def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath], r
     tensors = tuple(attribute_effects.TensorEffect(place, place in refilled, place in once) for place in kept)
     changing = any(place not in counted for place in second.changes.plain)
     settled = same and not once and not late and not carried and not changing
-    return Effects(tensors, frozenset(counted), frozenset(carried), settled)
+    told = frozenset(readers.that_run(first.codes | second.codes).of_any(kept))
+    numbers = [place for place in told if any(place in call.left and call.left[place].numbers for call in calls)]
+    if numbers:
+        refuse_read(numbers)
+    return Effects(tensors, frozenset(counted), frozenset(carried), told, told.intersection(grown), settled)
 
 
 def _common(calls: Sequence[RehearsedCall], known: Collection[AttributePath]) -> list[AttributePath]:
@@ -168,13 +186,14 @@ def _other_beside_tensors(calls: Sequence[RehearsedCall]) -> list[AttributePath]
 
 
 class _Left(NamedTuple):
-    """What a call left in an attribute: tensors by identity, their layout, whether a container has nothing else in it, and what
-    else the call put there."""
+    """What a call left in an attribute: tensors by identity, their layout, whether a container has nothing else in it, what
+    else the call put there, and whether a container has numbers of tensors in it."""
 
     tensors: set[int]
     layout: Any
     refilled: bool
     plain: Any = None
+    numbers: bool = False
 
 
 class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -193,6 +212,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The same number for the same one in every call; what attributes hold may be another one in each, and has none.
         self._numbers = {id(tensor): (0, i) for i, tensor in enumerate([*state[:registered], *inputs])}
         self.operators: list[Any] = []
+        self.codes = set[types.CodeType]()  # that run
         self.read: set[int] = set()
         self.draws = 0
         self.outside: set[Place] = set()
@@ -205,11 +225,17 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Self:
         self._noting = all_wrapped(_HOOKING, telling(self._note_hook))
         self._noting.__enter__()
+        self._profile = sys.getprofile()
+        sys.setprofile(self._note_code)
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
+        sys.setprofile(self._profile)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._noting.__exit__(*error)
+
+    def _note_code(self, frame: types.FrameType, event: str, _: Any) -> None:
+        self.codes.add(frame.f_code)
 
     def _note_hook(self) -> None:
         self._hooked = True
@@ -252,19 +278,20 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def ended(self, model: nn.Module, before: Snapshot, result: Any) -> None:
         """The call is over: note what it returned, and what it left in ``model``."""
-        tensors, rest = structure.flatten(result)
+        tensors, rest = flat(result)
+        self.read |= set(map(id, tensors))  # what an earlier call left may be returned
         self.operators.append((fingerprint(rest), self._numbers_of(tensors)))
         self.changes = attribute_effects.changes(model, before)
         for place in self.changes.tensors:
             value = value_at(model, place)
             items = before.items_of(place, value)
             refilled = items is not None and _emptied(value, items)
-            self.left[place] = _Left(set(map(id, tensors_in(value))), layout(value), refilled)
+            self.left[place] = _Left(set(map(id, tensors_in(value))), layout(value), refilled, numbers=holds(value))
         places = [attribute_effects.TensorEffect(place, left.refilled) for place, left in self.left.items()]
         put = attribute_effects.written(model, before, places)
         self.read |= set(map(id, tensors_in(put)))
         for effect, (_, value) in zip(places, put, strict=True):
-            self.left[effect.place] = self.left[effect.place]._replace(plain=fingerprint(structure.flatten(value)[1]))
+            self.left[effect.place] = self.left[effect.place]._replace(plain=fingerprint(flat(value)[1]))
 
 
 def _emptied(container: Any, before: Any) -> bool:

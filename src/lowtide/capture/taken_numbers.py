@@ -43,19 +43,22 @@ _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrappe
 _ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _MAKING = (torch.tensor, torch.as_tensor)
 _UNARY = "exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh erf fabs radians degrees"
+_ASKED = "isnan isinf isfinite"
 
 
 @contextlib.contextmanager
 def followed_by_math(code: Code) -> Iterator[None]:
     """Inside, functions of ``math`` take stand-ins, wherever the model's ``code`` has them from."""
-    with all_wrapped(places_of([(math, _UNARY.split())], code[1]), _following):
+    with all_wrapped(places_of([(math, [*_UNARY.split(), *_ASKED.split()])], code[1]), _following):
         yield
 
 
 def _following(function: Callable[..., Any]) -> Callable[..., Any]:
     def follow(*args: Any) -> Any:
         alone = len(args) == 1 and type(args[0]) is StandIn
-        return args[0].through(function) if alone else function(*args)
+        if not alone:
+            return function(*args)
+        return args[0].asked(function) if function.__name__ in _ASKED else args[0].through(function)
 
     return follow
 

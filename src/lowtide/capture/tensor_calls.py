@@ -19,7 +19,9 @@ from torch.nn.modules import activation
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.capture.conversions import CONVERSIONS
 from lowtide.capture.python_state.guards.reads import Reads
+from lowtide.capture.read_numbers import TensorNumbers
 from lowtide.capture.taken_numbers import TakingNumbers
 from lowtide.capture.trace.autocast import Period
 from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, TRACED, is_leaf, refuse_unknown, unregistered
@@ -109,12 +111,14 @@ class TensorCalls(TakingNumbers):
         others: Sequence[torch.Tensor],
         period: Period,
         reads: Reads,
+        numbers: TensorNumbers,
     ) -> None:
         super().__init__()
         self.registered = registered
         self.state, self.given = state, [*state, *others]
         self.period = period
         self.reads = reads
+        self.numbers = numbers
         self.replaced = replaced_methods()
         self.early = set[int]()
         self._numbers = {id(tensor): number for number, tensor in enumerate(state)}
@@ -152,6 +156,10 @@ class TensorCalls(TakingNumbers):
         if func in (IS_LEAF, GRAD_FN) and any(args[0] is one for one in self.given):
             leaf = is_leaf(args[0])
             return leaf if func == IS_LEAF else None
+        if func is torch.Tensor.item and (number := self.numbers.item(args[0])) is not None:
+            return number
+        if func in CONVERSIONS:
+            self.numbers.convert(args[0], calling)
         if func in _ARRAYS or func in _TEXTS:
             real = read_values(args[0])
             if real is not None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture.arguments import put_on, rebuilt, refuse_marks
+from lowtide.capture.conversions import followed
 from lowtide.capture.copies import copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
 from lowtide.capture.model_state import State
@@ -32,18 +33,20 @@ from lowtide.capture.python_state.effects.buffer_effects import (
     registered,
     with_states,
 )
-from lowtide.capture.python_state.effects.random_numbers import RandomRecorder, drawn_number
+from lowtide.capture.python_state.effects.random_numbers import RandomRecorder
 from lowtide.capture.python_state.effects.returned import with_numbers, with_originals
 from lowtide.capture.python_state.effects.snapshots import snapshot
 from lowtide.capture.python_state.guards import twice
 from lowtide.capture.python_state.guards.caches import Caches, refuse_kept_for
 from lowtide.capture.python_state.guards.classes_shown import ClassesShown
+from lowtide.capture.python_state.guards.compared import StandIn
 from lowtide.capture.python_state.guards.external_effects import ExternalEffects, hooks_in
 from lowtide.capture.python_state.guards.noting import NotingClasses
 from lowtide.capture.python_state.guards.observe import Observer
 from lowtide.capture.python_state.guards.reads import Place, Read, Reads, read_of
 from lowtide.capture.python_state.guards.standing import CountedNumber, Numbers, standing_in
 from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned, value_at
+from lowtide.capture.read_numbers import TensorNumbers
 from lowtide.capture.taken_numbers import TakingNumbers, followed_by_math
 from lowtide.capture.tensor_calls import TensorCalls, compiled_operators_refused, told_as_in_eager
 from lowtide.capture.trace.autocast import periods_of_casts
@@ -63,7 +66,7 @@ from lowtide.objects.places import current
 from lowtide.objects.walk import ABSENT, CONTAINERS, is_open, parts_of, reachable
 from lowtide.program.distributed.local import distributed, local_results
 from lowtide.program.results import GradientMask, Viewed, bases, outputs_of, unreached
-from lowtide.program.scalars import CHANGING, Taken
+from lowtide.program.scalars import CHANGING
 
 NO_SAVED_TENSORS_HOOKS = (
     "the model offloads or packs activations by itself (saved_tensors_hooks), which a plan replaces: switch that off or, where "
@@ -97,7 +100,8 @@ class TracedRun:
     into its arguments. Of each result:
     whether it ``requires_grad``, its entry in the ``mask``, and of what it is ``viewed``. ``changes``: of attributes;
     ``settings``: the plain values among them, and ``unknown`` those that got other ones. ``buffers``: registered or replaced.
-    ``specs``: how results are distributed. ``unlinked``: see ``Program``. ``rewired``: whether modules have other hooks now.
+    ``specs``: how results are distributed. ``unlinked``: see ``Program``. ``rewired``: whether modules have other hooks now;
+    ``derived``: attributes that get numbers of tensors.
     """
 
     result: Any
@@ -112,6 +116,7 @@ class TracedRun:
     unlinked: tuple[int, ...]
     rewired: bool
     writes: tuple[ArgumentWrite, ...]
+    derived: set[AttributePath]
 
 
 class TracedModel:
@@ -132,9 +137,10 @@ class TracedModel:
         assigned: Sequence[attribute_effects.TensorEffect],
         recorder: RandomRecorder,
         numbers: Numbers,
+        read: TensorNumbers,
         expectations: Expectations,
     ) -> None:
-        self.expectations = expectations
+        self.expectations, self.read = expectations, read
         self.call, self.held, self.assigned, self.recorder, self.numbers = call, held, assigned, recorder, numbers
         self.reads, self.latest_reads = Reads(), Reads()
         self.late = set[str]()  # names of what code reads in the backward pass
@@ -196,16 +202,6 @@ class TracedModel:
         """Those of the ``numbers`` that were counted on."""
         return tuple(number for number in self.compared() if number.operations)
 
-    def inputs(self) -> tuple[list[Read | int], list[Taken]]:
-        """The numbers that operators took, in the order in which they did, and what they took of each: where it was read, or
-        its place among the drawn ones."""
-        order = [*dict.fromkeys(one.source.number for one in self.numbers.taken)]
-        every = [
-            one._replace(source=one.source._replace(number=order.index(one.source.number)))
-            for one in self.numbers.taken
-        ]
-        return [self.numbers.every[one].read if one >= 0 else drawn_number(one) for one in order], every
-
     def _number(self, argument: structure.Changing) -> Any:
         """What the run is given for a number that changes, which it has read so."""
         read = read_of(argument)
@@ -221,6 +217,7 @@ class TracedModel:
         self._backward.enter_context(late.named(self.late))
         self.expectations.begin()
         self.numbers.taken.clear()
+        self.read.begin()
         self._modules.add(nn.Module)
         names = self.call.state.names
         reals = (*self.call.state.tensors, *self.call.tensors, *self.held)
@@ -262,6 +259,7 @@ class TracedModel:
         rewired = hooks != hooks_in(model)
         settings = () if rewired else settings  # a flag says so, but there are no other hooks in the model itself
         assigned = attribute_effects.written(model, before, self.assigned)
+        derived = {one.place for one, (_, value) in zip(self.assigned, assigned, strict=True) if type(value) is StandIn}
         flat, result = structure.flatten_distinct((result, assigned, writes.values))
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
         result = with_originals(with_numbers(result, self.numbers.every), copies)
@@ -278,14 +276,14 @@ class TracedModel:
         buffers = registered(model, left, known, declared)
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
-        rest = buffers, specs, unreached(tensors, flat), rewired, writes.made
+        rest = buffers, specs, unreached(tensors, flat), rewired, writes.made, derived
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
         self.after_run()
         standing.until_ended()
         self._backward.callback(reached.forget_arguments)
         self._backward.enter_context(backward_effects.none_of(model, reached))
         self._backward.enter_context(observer.watching(backward_of=outputs))
-        if self.numbers.every or self.recorder.numbers:  # all calls in the backward pass come to the mode, ours too
+        if self.numbers.every or self.recorder.numbers or self.read:  # all calls that follow come to the mode, ours too
             self._backward.enter_context(TakingNumbers())
         return outputs
 
@@ -312,6 +310,7 @@ class TracedModel:
         with (
             self.recorder(code, self.latest_reads.contents),
             followed_by_math(code),
+            followed(self.read),
             ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
             random_numbers.none_by(model, reached.generators),
             observer.watching(),
@@ -323,7 +322,7 @@ class TracedModel:
             no_hooks,
             unwrapped(self.call.model),
             periods_of_casts(self._keep_casts) as period,
-            TensorCalls(self.call.state.registered, *tensors, period, self.latest_reads) as calls,
+            TensorCalls(self.call.state.registered, *tensors, period, self.latest_reads, self.read) as calls,
             RefuseWrites(),  # type: ignore[no-untyped-call]
             origins_announced(model, self._call),
         ):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from lowtide.objects.structure import Changing, Computed, Nested, OpenObject, Slot, flatten
+from lowtide.objects.structure import Changing, Computed, Derived, Nested, OpenObject, Slot, flatten
 from lowtide.objects.walk import PLAIN, beside, cell_value, content, exact, fields, is_open
 
 _LONG = 256  # bytes, from which on they are told by a digest
@@ -40,6 +40,11 @@ def layout(tree: Any) -> Any:
     """Equal for trees that differ only in the values of their tensors."""
     tensors, structure = flatten(tree)
     return fingerprint(structure), tensor_keys(tensors)
+
+
+def form(tree: Any) -> str:
+    """Of ``layout``, as a text."""
+    return repr(layout(tree))
 
 
 def tensor_keys(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -88,6 +93,8 @@ class _Visit:
             return ("tensor", node.index)
         if isinstance(node, Computed):
             return ("computed", node.key)
+        if isinstance(node, Derived):
+            return ("derived", node.function, self.key(node.tensor))
         if isinstance(node, Changing):
             return ("changing", node.way, node.kind)
         if isinstance(node, Nested):

@@ -64,6 +64,14 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
+class Derived:
+    """Stands for a plain value that a ``function`` makes of a tensor."""
+
+    function: Callable[[Any], Any]
+    tensor: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Ancestor:
     """Stands for the object around it that many levels from the top, as batches and their stores refer to each other; ``weak``:
     for a weak reference to it."""
@@ -91,6 +99,10 @@ class Changing:
         return f"the argument {first}{''.join(f'[{key!r}]' for key in rest)}"
 
 
+# By type: of a value of it, the tensor that it is made of and how; ``None`` where it is as plain as others.
+DERIVED: dict[type, Callable[[Any], tuple[torch.Tensor, Callable[[Any], Any]] | None]] = {}
+
+
 def flatten(tree: Any, known: Sequence[torch.Tensor] = ()) -> tuple[list[torch.Tensor], Any]:
     """The tensors in ``tree``, each object once per occurrence, and the structure that ``unflatten`` takes, whose slots count
     the ``known`` tensors first."""
@@ -106,6 +118,9 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: 
         return Slot(len(tensors) - 1)
     if type(node) in _PLAIN or type(node) is Changing:
         return node
+    derived = _derived(node)
+    if derived is not None:
+        return Derived(derived[1], _visit(derived[0], tensors, seen, bare))
     around = _around(node, seen)
     if around is not None:
         return around if _level(seen[around.level]) is None else node
@@ -124,6 +139,11 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: 
     return OpenObject(_emptied(node, attributes), attributes)
 
 
+def _derived(node: Any) -> tuple[torch.Tensor, Callable[[Any], Any]] | None:
+    made = DERIVED.get(type(node))
+    return None if made is None else made(node)
+
+
 def _around(node: Any, seen: tuple[Any, ...]) -> Ancestor | None:
     weak = type(node) is weakref.ref
     wanted = node() if weak else node
@@ -140,7 +160,7 @@ def _is_bare(node: Any, bare: dict[int, Any]) -> bool:
     waiting = [node]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, torch.Tensor):
+        if isinstance(one, torch.Tensor) or _derived(one) is not None:
             return False
         if not _is_closed(one) and id(one) not in seen and id(one) not in bare:
             seen[id(one)] = one
@@ -188,6 +208,8 @@ def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = (),
         return given[structure.index]
     if isinstance(structure, Computed):
         return structure.compute()
+    if isinstance(structure, Derived):
+        return structure.function(unflatten(structure.tensor, tensors, given, within))
     if isinstance(structure, Ancestor):
         return weakref.ref(within[structure.level]) if structure.weak else within[structure.level]
     if isinstance(structure, Nested):
@@ -235,13 +257,15 @@ def changing(structure: Any) -> list[Changing]:
     return found
 
 
-def replaced(structure: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same structure with other leaves, slots included."""
+def replaced(structure: Any, leaf: Callable[[Any], Any], derived: Callable[[Derived], Any] | None = None) -> Any:
+    """The same structure with other leaves, slots included, and what follows from tensors, if that is asked for."""
     if isinstance(structure, Nested):
-        return Nested(structure.spec, tuple(replaced(child, leaf) for child in structure.leaves))
+        return Nested(structure.spec, tuple(replaced(child, leaf, derived) for child in structure.leaves))
     if isinstance(structure, OpenObject):
-        attributes = {name: replaced(child, leaf) for name, child in structure.attributes.items()}
+        attributes = {name: replaced(child, leaf, derived) for name, child in structure.attributes.items()}
         return OpenObject(structure.prototype, attributes)
+    if isinstance(structure, Derived):
+        return derived(structure) if derived else Derived(structure.function, replaced(structure.tensor, leaf))
     return leaf(structure)
 
 
@@ -262,6 +286,8 @@ def slots(structure: Any) -> list[int]:
 def _children(structure: Any) -> Iterable[Any]:
     if isinstance(structure, OpenObject):
         return structure.attributes.values()
+    if isinstance(structure, Derived):
+        return (structure.tensor,)
     return structure.leaves if isinstance(structure, Nested) else ()
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from lowtide.program.items import TakingItems, taking_items
 from lowtide.program.layouts import is_dense
 from lowtide.program.program import Call, Program, Ref, TensorMeta
 
@@ -126,6 +127,9 @@ def written_form(program: Program, op_id: int, value: int) -> Written | None:
 
 def _form(call: Call, argument: Ref) -> Written | None:
     """The form of an operator that writes into this argument of its."""
+    if isinstance(call.target, TakingItems):
+        form = _form(dataclasses.replace(call, target=call.target.target), argument)
+        return form and Written(taking_items(form.target, call.target.count), form.keyword)
     if call.target in SLICES:
         return _slice_form(call.target) if call.args[0] == argument and not call.kwargs else None
     forms = _forms(call.target)

@@ -46,9 +46,9 @@ def result_of(operations: Iterable[Operation], value: Any) -> Any:
 
 
 class Source(NamedTuple):
-    """How a scalar follows from the ``number``-th of a call's changing numbers."""
+    """How a scalar follows from the ``number``-th of a call's changing numbers, or from one of a tensor (``program.items``)."""
 
-    number: int
+    number: Any
     operations: Operations
 
 

@@ -55,6 +55,11 @@ def expect(value: torch.Tensor, answer: bool, number: int) -> None:
         raise UnexpectedValueError(number)
 
 
+def read_number(value: torch.Tensor, number: int) -> torch.Tensor:
+    """The element of a tensor with a single one, which Python code reads as a number: the ``number``-th that it reads."""
+    return value.reshape(()).clone()
+
+
 def keep_value(tensor: torch.Tensor) -> torch.Tensor:
     """The value of a tensor that the forward pass overwrites, for operators that read it again in the backward pass."""
     return tensor.clone()

@@ -36,7 +36,7 @@ from lowtide.capture.convert.refused import refuse
 from lowtide.capture.convert.sparse import chain_of, is_made_sparse, is_sparse
 from lowtide.capture.convert.trial import Nature, nature
 from lowtide.capture.trace.classes import unregistered
-from lowtide.capture.trace.expected import EXPECT
+from lowtide.capture.trace.expected import EXPECT, READ
 from lowtide.capture.trace.origins import origin
 from lowtide.capture.trace.writes import UNSEEN
 from lowtide.errors import CaptureError
@@ -225,6 +225,8 @@ class _Walk:
         read = [each for each in node.all_input_nodes if not is_size(each)]
         if node.target is EXPECT:
             return targets.expect, arguments[0], {}, read
+        if node.target is READ:
+            return targets.read_number, arguments[0], {}, read
         target = waited(node.target) if is_collective(node.target) else _callable(node.target)
         return target, arguments[0], dict(arguments[1]), read
 
@@ -241,6 +243,8 @@ class _Walk:
         """Whether a node runs although nobody reads its result: it advances a generator or has an effect."""
         if str(node.target) in _DROPPED:
             return False
+        if node.target is READ:  # operators may take the number
+            return True
         flags = self._flags(node)
         return bool(flags) and (flags["random"] or flags["effect"])
 

@@ -51,8 +51,10 @@ class Type(metaclass=_Asking):
 
 
 def class_of(value: Any) -> type:
-    """``type(value)``, or the class of what a traced tensor stands for."""
+    """``type(value)``, or the class of what a traced tensor, or a stand-in for a number, stands for."""
     kind: type = type(value)
+    if issubclass(kind, torch.SymFloat):
+        return value.__class__  # type: ignore[no-any-return]
     if not issubclass(kind, TRACED):
         return kind
     return nn.Parameter if getattr(value, "_is_param", False) else torch.Tensor  # isinstance asks for the class, too

@@ -39,8 +39,16 @@ _LIBRARY = torch.library.Library(CHECKS, "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("expect(Tensor value, bool answer, int number) -> ()")  # type: ignore[no-untyped-call]
 torch.library.register_fake(f"{CHECKS}::expect", lambda value, answer, number: None, lib=_LIBRARY)
 EXPECT = torch.ops.lowtide_checks.expect.default
+_LIBRARY.define("read(Tensor value, int number) -> Tensor")  # type: ignore[no-untyped-call]
+torch.library.register_fake(
+    f"{CHECKS}::read", lambda value, number: torch.empty((), dtype=value.dtype, device=value.device), lib=_LIBRARY
+)
+READ = torch.ops.lowtide_checks.read.default  # of a number, see ``capture.read_numbers``
 torch.fx.node.has_side_effect(EXPECT)
+torch.fx.node.has_side_effect(READ)
 
+_SAME_NUMBERS = {*_SAME, READ, _ATEN._to_copy.default}
+_SAME_ELEMENTS = {*_SAME_NUMBERS, _ATEN.select.int, _ATEN.slice.Tensor, _ATEN.unsqueeze.default}
 QUESTIONS = {_ATEN._local_scalar_dense.default, _ATEN.equal.default}
 COMPARISONS: dict[Any, Callable[..., torch.Tensor]] = {
     _ATEN.allclose.default: torch.isclose,
@@ -73,9 +81,15 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
     """Note on the result of an operator what it usually is, if that is known."""
     if func in _LEAST or func in _MOST:
         result._lowtide_least = func in _LEAST  # of numbers, or the most
+    if func in _SAME_NUMBERS and hasattr(args[0], "_lowtide_least"):
+        result._lowtide_least = args[0]._lowtide_least
     if func is _ATEN.new_ones.default:
         result._lowtide_ones = True  # PyTorch's own functions ask whether something is equal to that
-    if not isinstance(result, FakeTensor) or result.dtype is not torch.bool:
+    if not isinstance(result, FakeTensor):
+        return
+    if torch.Tag.nondeterministic_seeded in func.tags or (func in _SAME_ELEMENTS and is_drawn(args[0])):
+        result._lowtide_drawn = True  # type: ignore[attr-defined]
+    if result.dtype is not torch.bool:
         return
     usual = _EXPECTED.get(func)
     if usual is not None or (func is _ATEN.eq.Tensor and hasattr(args[1], "_lowtide_ones")):
@@ -88,6 +102,22 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
             usual = not of[0] if func in _NOT else any(of) if func in _OR else all(of)
     if usual is not None:
         result._lowtide_expected = usual  # type: ignore[attr-defined]
+
+
+def fake_of(traced: Any) -> Any:
+    return traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
+
+
+def is_drawn(traced: Any) -> bool:
+    """Whether it is made of the elements of random numbers."""
+    return getattr(fake_of(traced), "_lowtide_drawn", False)
+
+
+def expect(traced: Any, answer: bool) -> None:
+    """Let a truth value of a traced program be this one as a rule, unless more is known of it."""
+    fake = fake_of(traced)
+    if not hasattr(fake, "_lowtide_expected"):
+        fake._lowtide_expected = answer
 
 
 def fold_uniform(func: Any, args: Sequence[Any]) -> torch.Tensor | None:

@@ -92,7 +92,10 @@ class Recaptures:
         drawn = conditions.draws is not None and not conditions.draws.come_again
         if conditions.counts(model, inputs):
             self._counting.add(key)
-        few = drawn or key in self._counting or not self.known.comes_to_bounds(computed, _MOST_CAPTURES - times)
+        grows = bool(latest.captured.contract.effects.grown)
+        few = (
+            drawn or grows or key in self._counting or not self.known.comes_to_bounds(computed, _MOST_CAPTURES - times)
+        )
         most, each = _FEW_CAPTURES if few else _MOST_CAPTURES, 1
         if drawn and conditions.draws is not None and conditions.draws.numbers is not None:
             many = sum(number.comparisons.decides for number in conditions.draws.numbers) >= _MANY_DRAWS

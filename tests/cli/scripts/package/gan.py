@@ -26,7 +26,7 @@ class Scale(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale if x.mean().item() > 0 else x * self.scale * 0.5
+        return x * self.scale if x.mean() > 0 else x * self.scale * 0.5
 
 
 def layers(kind: type, last: int) -> nn.Sequential:

@@ -125,11 +125,11 @@ def is_trusted(value: Any) -> bool:
     else:
         function = value.func if isinstance(value, functools.partial) else value
         module = str(getattr(function, "__module__", None) or type(function).__module__)
-    return _is_trusted_module(module)
+    return is_trusted_module(module)
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _is_trusted_module(name: str) -> bool:
+def is_trusted_module(name: str) -> bool:
     return name.startswith(_TRUSTED) or name == "torch" or is_standard(name)
 
 

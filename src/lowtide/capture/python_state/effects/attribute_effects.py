@@ -194,13 +194,15 @@ def _written(value: Any, before: Snapshot, effect: TensorEffect) -> Change:
     items = before.items_of(effect.place, value)
     if items is None:
         return "set", value
+    # Also what has been written into in place.
+    written = {id(one) for one in structure.items_in(value) if not before.contents.same(one, one)}
     if isinstance(value, dict):
-        update = {k: v for k, v in value.items() if k not in items or items[k] is not v}
+        update = {k: v for k, v in value.items() if k not in items or items[k] is not v or id(v) in written}
         return ("update", update) if update and all(key in value for key in items) else ("refill", value)
     old = set(map(id, items))
     added = list(itertools.dropwhile(lambda item: id(item) in old, value))
     longer = [*items, *added][-value.maxlen :] if isinstance(value, deque) and value.maxlen else [*items, *added]
-    same = len(longer) == len(value) and all(map(operator.is_, longer, value))
+    same = not written.intersection(old) and len(longer) == len(value) and all(map(operator.is_, longer, value))
     return ("extend", added) if added and same and not isinstance(value, set) else ("refill", value)
 
 

@@ -15,6 +15,8 @@ import bisect
 import functools
 import math
 import operator
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +26,9 @@ import torch
 
 from lowtide.capture.python_state.guards.reads import Read
 from lowtide.capture.python_state.guards.texts import text_stand_in
+from lowtide.objects import structure
 from lowtide.objects.places import current
+from lowtide.program.items import Item
 from lowtide.program.scalars import CHANGING, NUMBERS, Operation, Operations, Source, Taken, can_be_input, result_of
 
 
@@ -33,8 +37,9 @@ class Comparisons:
     """How a number of type ``kind``, at a ``place`` among others, was compared: the operations it went through, the last of
     which compares, and the answers. ``counting``: the operations that made it the number that the pass left in its place.
     ``number``: among those that may be inputs of the program, if it may; ``moved``: operators are given another; ``taken``:
-    what they took, of all of these. ``join``: what becomes of it and another one. ``kept``: whether something still has it when
-    the pass is over, as a result or, where it has failed, an error may."""
+    what they took, of all of these. ``join``: what becomes of it and another one. ``tensor``: which the pass has computed and
+    has read it of, if it has: nobody knows its value before; ``convert``: told of code that converts it. ``kept``: whether
+    something still has it when the pass is over, as a result or, where it has failed, an error may."""
 
     kind: type
     place: int = 0
@@ -42,10 +47,12 @@ class Comparisons:
     counting: Operations = ()
     used_otherwise: bool = False
     kept: bool = False
-    number: int | None = None
+    number: Any = None
     moved: bool = False
     taken: list[Taken] = field(default_factory=list)
-    join: Callable[[Callable[[Any, Any], Any], StandIn, StandIn], Any] | None = None
+    join: Callable[[Callable[..., Any], StandIn, Any], Any] | None = None
+    tensor: torch.Tensor | None = None
+    convert: Callable[[types.FrameType], None] = lambda _: None
     _stand_ins: list[weakref.ref[Any]] = field(default_factory=list)
 
     @classmethod
@@ -86,6 +93,16 @@ class Comparisons:
         made = kind(value, self, operations or self.begin)
         self._stand_ins.append(weakref.ref(made))
         return made
+
+    def lies_among(self, special: tuple[float, ...], one: StandIn) -> None:
+        """An operator takes what it has become, of which no ``special`` number, and none beyond one, makes another."""
+        if self.tensor is not None:
+            if special:
+                raise one.misused()
+            return
+        where = Operation(_place_among, special)
+        answer = (*one.operations, where), where(one.value)
+        self.answers += [answer] if answer not in self.answers else []
 
     def take(self, value: Any, operations: Operations) -> Any:
         """An operator takes ``value``, which the number has become by these operations: what it is given. Where ``moved``, that
@@ -133,9 +150,7 @@ class StandIn(torch.SymFloat):
         """An operator takes it, of which no ``special`` number, and none beyond one, makes another: what it is given."""
         if self.comparisons.number is None:
             raise self.misused()
-        where = Operation(_place_among, special)
-        answer = (*self.operations, where), where(self.value)
-        self.comparisons.answers += [answer] if answer not in self.comparisons.answers else []
+        self.comparisons.lies_among(special, self)
         operations, value = self.operations, self.value
         if self.kind not in NUMBERS:  # as PyTorch takes it
             operations, value = (*operations, Operation(float)), float(value)
@@ -152,7 +167,7 @@ class StandIn(torch.SymFloat):
     def _compared(self, compare: Callable[[Any, Any], bool], other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return NotImplemented
-        if type(other) is StandIn:
+        if type(other) is StandIn or self.comparisons.tensor is not None:
             return self._joined(compare, other)
         answer, operations = self._after(Operation(compare, other))
         self.comparisons.answers.append((operations, answer))
@@ -165,11 +180,22 @@ class StandIn(torch.SymFloat):
             return self._joined(function, other)
         return self._made(*self._after(Operation(function, other, reflected)))
 
-    def _joined(self, function: Callable[[Any, Any], Any], other: StandIn) -> Any:
-        if self.comparisons.join is None or other.comparisons.join is None:
-            other.misused()
+    def _joined(self, function: Callable[..., Any], other: Any) -> Any:
+        every = [one.comparisons for one in (self, other) if type(one) is StandIn]
+        join = next((one.join for one in every if one.tensor is not None), self.comparisons.join)
+        if join is None or any(one.join is None for one in every):
+            for one in every:
+                one.used_otherwise = True
             raise self.misused()
-        return self.comparisons.join(function, self, other)
+        return join(function, self, other)
+
+    def asked(self, predicate: Callable[[Any], bool]) -> bool:
+        """What a predicate says of this number alone."""
+        if self.comparisons.tensor is not None:
+            return bool(self._joined(predicate, None))
+        answer = predicate(self.value)
+        self.comparisons.answers.append(((*self.operations, Operation(predicate)), answer))
+        return answer
 
     def through(self, function: Callable[[Any], Any]) -> StandIn:
         """What a function of this number alone makes."""
@@ -190,6 +216,11 @@ class StandIn(torch.SymFloat):
     def _refused(self, *_: Any) -> Any:
         raise self.misused()
 
+    def _converted(self) -> Any:
+        self.comparisons.convert(sys._getframe(1))
+        raise self.misused()
+
+    __float__ = __int__ = _converted
     __getattr__ = __repr__ = conjugate = hex = is_integer = as_integer_ratio = _sympy_ = _refused
     node = property(_refused)  # what reads it as a number of Python's would
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -205,6 +236,14 @@ class StandIn(torch.SymFloat):
 
     def __round__(self, digits: int | None = None) -> StandIn:
         return self._made(*self._after(Operation(round, digits))) if type(digits) is int else self.through(round)
+
+
+def _derived(one: StandIn) -> tuple[torch.Tensor, Item] | None:
+    tensor = one.comparisons.tensor
+    return None if tensor is None else (tensor, Item(one.operations))
+
+
+structure.DERIVED[StandIn] = _derived
 
 
 class LateStandIn(StandIn):
@@ -232,7 +271,7 @@ for _function in (
         _method = functools.partialmethod(StandIn._computed, _function, bool(_side))
         setattr(StandIn, f"__{_side}{_function.__name__}__", _method)
 for _name in (
-    *("float", "int", "complex", "index", "hash", "format", "reduce_ex"),
+    *("complex", "index", "hash", "format", "reduce_ex"),
     *("pos", "invert"),
     *(f"{side}{name}" for name in ("and", "or", "xor", "lshift", "rshift", "divmod") for side in ("", "r")),
 ):

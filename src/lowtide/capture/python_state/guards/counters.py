@@ -10,12 +10,13 @@ from __future__ import annotations
 import array
 import contextlib
 import contextvars
+import copy
 import io
 import itertools
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -83,6 +84,12 @@ class Readers:
         methods = [one for kind in kinds for one in functions_of(kind) if isinstance(one, types.FunctionType)]
         self._functions = [*dict.fromkeys([*named, *methods])]
 
+    def that_run(self, codes: Collection[types.CodeType]) -> Readers:
+        """Those of them whose code is among these."""
+        found = copy.copy(self)
+        found._functions = [one for one in self._functions if one.__code__ in codes]
+        return found
+
     def of(self, variables: Iterable[Read]) -> list[Read]:
         """Those that they may do more with than to write to them."""
         return [one for one in variables if self._read(one.name, one.kind in _OF_OBJECTS)]
@@ -90,6 +97,10 @@ class Readers:
     def of_attributes(self, places: Iterable[AttributePath]) -> list[AttributePath]:
         """The same of attributes of the model; PyTorch's own modules know what they do with theirs."""
         return [place for place in places if self._may_read(place)]
+
+    def of_any(self, places: Iterable[AttributePath]) -> list[AttributePath]:
+        """The same of attributes that they may have given PyTorch's own modules, too."""
+        return [place for place in places if self._read(leaf(place), by_string=True)]
 
     def of_objects(self, places: Iterable[AttributePath]) -> list[AttributePath]:
         """The same where a call puts an object of its own, which no later one need read: it may be stored alone."""

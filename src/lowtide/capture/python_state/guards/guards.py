@@ -61,11 +61,13 @@ class Guards:
         model: nn.Module,
         reads: Reads,
         free: Collection[AttributePath] = (),
+        told: Collection[AttributePath] = (),
         followed: Sequence[torch.Tensor] = (),
         after: Collection[tuple[AttributePath, Any]] = (),
         compared: Iterable[ComparedNumber] = (),
     ) -> Guards:
-        """Of what was read, what must stay as it was. ``free``: attributes that may be anything; ``followed``: tensors whose
+        """Of what was read, what must stay as it was. ``free``: attributes that may be anything, but for those that are
+        ``told`` by more than the values of tensors in them; ``followed``: tensors whose
         layout alone matters; ``after``: other values than the model has now; ``compared``: how numbers compare that may be
         others. What the forward pass changes outside of the model
         is no condition: it would not hold for the next call."""
@@ -80,12 +82,16 @@ class Guards:
             instead[owned(model, place)] = value
             contents.keep([value])
         anything = {owned(model, place) for place in (("", "forward"), *free)}
+        formed = {owned(model, place) for place in told}
         for results in reads.caches.values():
             results.settle()
         # As they are now: the first is another one while a model is traced.
         kept = [Read("class", nn.Module, name, vars(nn.Module)[name], f"torch.nn.Module.{name}") for name in _CALLING]
         for read in reads.values.values():
             key = id(read.owner), read.name
+            if key in formed and _as_found(read, contents):
+                way = read.kind, read.name
+                kept.append(Read("form", read.owner, way, current("form", read.owner, way), f"what is in {read.text}"))
             if (key in anything and read.kind != "method") or not contents.same(read.value, current(*read[:3])):
                 continue
             condition = numbers[read.place].comparisons if read.place in numbers else read.value
@@ -153,7 +159,8 @@ class Guards:
         for read in reads:
             value = current(*read[:3])
             if not _same(self.contents, read.value, value, met):
-                yield f"{read.text}{self._difference(read.value, value)}", read
+                other = " is another thing" if read.kind == "form" else self._difference(read.value, value)
+                yield f"{read.text}{other}", read
 
     def _difference(self, kept: Any, value: Any) -> str:
         """In words, where in two values that are not the same the difference lies."""
@@ -166,6 +173,11 @@ class Guards:
             return " is no longer one object under several names, or has become one"
         index, one, other = found
         return f"{part_name(value, index)}{self._difference(one, other)}"
+
+
+def _as_found(read: Read, contents: Contents) -> bool:
+    """Whether a run has read it before it wrote it."""
+    return read.kind in ("attribute", "slot") and contents.same(read.value, current(*read[:3]))
 
 
 def _is_read(read: Read, reads: Reads) -> bool:

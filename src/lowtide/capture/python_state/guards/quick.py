@@ -30,7 +30,13 @@ _IN_CELL = operator.attrgetter("cell_contents")
 _IN_DICT = operator.attrgetter("__dict__")
 _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
 _EXACT = frozenset((bytes, str, int))  # equal ones of these are the same
-_MADE_ANEW = ("answer", "layout", "values", "subclasses")  # kinds of what is another object whenever it is asked for
+_MADE_ANEW = (
+    "answer",
+    "form",
+    "layout",
+    "values",
+    "subclasses",
+)  # kinds of what is another object whenever it is asked for
 _CHANGED = (KeyError, AttributeError, ValueError, RuntimeError, ReferenceError)
 
 

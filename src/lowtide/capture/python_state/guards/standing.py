@@ -70,7 +70,19 @@ class Numbers:
 
     def places_taken(self) -> set[Place]:
         """Of those that operators took, but for drawn ones."""
-        return {self.every[one.source.number].read.place for one in self.taken if one.source.number >= 0}
+        taken = (one.source.number for one in self.taken)
+        return {self.every[one].read.place for one in taken if isinstance(one, int) and one >= 0}
+
+    def inputs(self, drawn: Callable[[int], int]) -> tuple[list[Read | int], list[Taken]]:
+        """The numbers of calls that operators took, in the order in which they did, and what they took of each: where it was
+        read, or its place among those that are ``drawn``."""
+        order = [*dict.fromkeys(one.source.number for one in self.taken if isinstance(one.source.number, int))]
+        places = {number: place for place, number in enumerate(order)}
+
+        def in_order(one: Taken) -> Taken:
+            return one._replace(source=one.source._replace(number=places.get(one.source.number, one.source.number)))
+
+        return [self.every[one].read if one >= 0 else drawn(one) for one in order], [*map(in_order, self.taken)]
 
     def with_alike(self, places: set[Place]) -> set[Place]:
         """These and, of arguments, what is the same in other items of lists."""
@@ -226,6 +238,10 @@ def standing_in(numbers: Numbers, copies: Mapping[int, tuple[Any, Any]]) -> Iter
     finally:
         for kind, owner, name, value, comparisons in put:
             left = current(kind, owner, name)
+            if (
+                type(left) is StandIn and left.comparisons.tensor is not None
+            ):  # an attribute that gets what tensors make
+                continue
             if type(left) is StandIn:
                 standing.counted.update({(id(owner), name)} if comparisons.count(left) else ())
                 assign(kind, owner, name, value)

@@ -1,0 +1,118 @@
+"""``float(x)`` and ``int(x)`` of tensors that a forward pass has computed.
+
+Both ask for a number of Python's, which nobody knows while the model is traced, and nothing may stand for it there. So the
+variables of a module whose code has asked get a ``float`` and an ``int`` of their own for the next trace: classes that stand
+for Python's, but leave a number of a tensor what it is (``read_numbers``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import types
+from collections.abc import Iterator, Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.capture.python_state.code.beside import code_of
+from lowtide.capture.python_state.code.code_names import codes, functions_of, is_trusted_module
+from lowtide.capture.python_state.guards.compared import StandIn
+from lowtide.capture.read_numbers import TensorNumbers, Variables
+from lowtide.capture.taken_numbers import TakingNumbers, followed_by_math
+from lowtide.capture.trace.patches import STANDS_FOR
+from lowtide.objects.walk import ABSENT
+
+CONVERSIONS = (torch.Tensor.__float__, torch.Tensor.__int__)
+_KINDS = (float, int)
+_NAMES = frozenset(kind.__name__ for kind in _KINDS)
+
+
+class _Stand(type):
+    """Of a class that stands for one of Python's in this thread."""
+
+    kind: type
+    numbers: TensorNumbers
+    thread: int
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and cls.thread == get_ident():
+            number = cls.numbers.item(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
+            if type(number) is StandIn and number.comparisons.tensor is not None:
+                return number if number.kind is cls.kind else number.through(cls.kind)
+        return cls.kind(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.kind)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.kind)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.kind
+
+    def __hash__(cls) -> int:
+        return hash(cls.kind)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.kind, name)
+
+
+def can_follow(variables: Variables) -> bool:
+    """Whether the code of a module would not notice: it is none of PyTorch's, has no such names of its own, and does not ask
+    what they are."""
+    if is_trusted_module(str(variables.get("__name__"))) or not _NAMES.isdisjoint(variables):
+        return False
+    own = [one for one in variables.values() if getattr(one, "__module__", None) == variables.get("__name__")]
+    members = [member for kind in own if isinstance(kind, type) for member in functions_of(kind)]
+    functions = [one for one in (*own, *members) if isinstance(one, types.FunctionType)]
+    return not any(_tells_apart(function.__code__) for function in functions)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _tells_apart(code: types.CodeType) -> bool:
+    """Whether code may ask whether something is ``float`` itself."""
+    for part in codes(code):
+        instructions = [*dis.get_instructions(part)]
+        loads = any(
+            one.argval in _NAMES and "NULL" not in one.argrepr for one in instructions if one.opname == "LOAD_GLOBAL"
+        )
+        if loads and any(one.opname == "IS_OP" for one in instructions):
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def followed(numbers: TensorNumbers) -> Iterator[None]:
+    """Inside, code that may convert numbers of tensors converts them to what they are."""
+    names = {"numbers": numbers, "thread": get_ident(), STANDS_FOR: ABSENT}
+    stands = {kind.__name__: _Stand(kind.__name__, (), {**names, "kind": kind}) for kind in _KINDS}
+    for variables in numbers.converting:
+        variables.update(stands)
+    try:
+        yield
+    finally:
+        for variables in numbers.converting:
+            for name in stands:
+                variables.pop(name, None)
+
+
+@contextlib.contextmanager
+def numbers_read(model: nn.Module, converting: Sequence[Variables]) -> Iterator[None]:
+    """Inside, a model that runs on fake tensors, and is not traced, reads numbers of them as in a trace."""
+    reading = _Reading(TensorNumbers(True, [], False, converting))
+    with followed_by_math(code_of(model)), followed(reading.numbers), reading:
+        yield
+
+
+class _Reading(TakingNumbers):
+    def __init__(self, numbers: TensorNumbers) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def called(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
+        number = self.numbers.item(args[0]) if func is torch.Tensor.item else None
+        return func(*args, **kwargs) if number is None else number

@@ -1,0 +1,147 @@
+"""Numbers that Python code reads of tensors that the forward pass has computed: ``x.abs().max().item()``.
+
+Nobody knows them while the model is traced, so each is another one in every call. The program makes a tensor of it; what
+Python code computes of the number is computed again in every call, where the call returns it, leaves it in an attribute, or
+an operator takes it (``program.items``). Where it is compared, or put together with another one, tensors are, as exactly as
+Python does it. More is not known of it: the model is no single program then.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from lowtide.capture.python_state.guards.compared import Comparisons, StandIn
+from lowtide.capture.trace.expected import READ, expect, fake_of, is_drawn
+from lowtide.program.items import TensorNumber
+from lowtide.program.scalars import NUMBERS, Operation, Taken, result_of
+
+Variables = dict[str, Any]  # of a module
+# Of the numbers that stand for those of tensors: such as no operator takes by itself.
+_FIRST, _BETWEEN = 0.7548776662466927, 0.0317249
+_FIRST_WHOLE, _BETWEEN_WHOLE = 7_000_003, 20_011
+_MOST = 64  # of one call, each of which is an operator: lists of many are no numbers to compute with
+_EXACT = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, abs}  # on tensors as on numbers
+
+
+class TensorNumbers:
+    """Of one trace. ``allowed``: whether there may be any; ``taken``: what operators took of all numbers, or ``None`` where
+    they may take none of tensors; ``moved``: whether they are given others; ``converting``: variables of the modules whose code
+    may convert them, and ``asking`` those of another one whose code would."""
+
+    def __init__(self, allowed: bool, taken: list[Taken] | None, moved: bool, converting: Sequence[Variables]) -> None:
+        self.allowed, self.moved, self.converting = allowed, moved, converting
+        self.asking: Variables | None = None
+        self._taken = taken
+        self._read: list[Comparisons] = []
+
+    def begin(self) -> None:
+        """A run of the model begins."""
+        self._read.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._read)
+
+    @property
+    def misused(self) -> bool:
+        """Whether the last run does more with one than is known."""
+        return any(one.used_otherwise for one in self._read)
+
+    def convert(self, tensor: Any, calling: types.FrameType) -> None:
+        """Code asks for the number of a traced tensor itself."""
+        if self.allowed and _is_unknown(tensor):
+            self._converted(calling)
+
+    def _converted(self, calling: types.FrameType) -> None:
+        if not any(calling.f_globals is one for one in self.converting):
+            self.asking = self.asking or calling.f_globals
+
+    def item(self, tensor: Any) -> StandIn | None:
+        """What stands for the number of a traced tensor; ``None`` where that is known, no number at all, or one of too many."""
+        if not self.allowed or not _is_unknown(tensor):
+            return None
+        if len(self._read) == _MOST:
+            self._read[0].used_otherwise = True
+            return None
+        return self._of(tensor)
+
+    def _of(self, tensor: torch.Tensor) -> StandIn:
+        place = len(self._read)
+        whole = not tensor.dtype.is_floating_point
+        number = None if self._taken is None else TensorNumber(place)
+        made = Comparisons(int if whole else float, number=number, moved=self.moved, join=self._joined)
+        made.convert = self._converted
+        made.taken = [] if self._taken is None else self._taken
+        self._read.append(made)
+        with torch.no_grad():
+            made.tensor = READ(tensor.detach(), place)
+        value = _FIRST_WHOLE + place * _BETWEEN_WHOLE if whole else _FIRST + place * _BETWEEN
+        stand_in: StandIn = made.stand_in(value)
+        return stand_in
+
+    def _joined(self, function: Callable[..., Any], one: Any, other: Any) -> Any:
+        """What becomes of two numbers, one of them of a tensor at least, or of one: a truth value, or a number of another
+        tensor."""
+        with torch.no_grad():
+            made = _made(function, one, other)
+            if made.dtype is not torch.bool:
+                return self._of(made)
+            if not any(is_drawn(each.comparisons.tensor) for each in (one, other) if _is_of_tensor(each)):
+                expect(made, function in _USUALLY)
+            return bool(made)
+
+
+def _is_unknown(tensor: Any) -> bool:
+    if not isinstance(tensor, (FunctionalTensor, FakeTensor)) or tensor.layout is not torch.strided:
+        return False
+    if tensor.numel() != 1 or tensor.dtype is torch.bool or tensor.dtype.is_complex:
+        return False
+    return not hasattr(fake_of(tensor), "_lowtide_known")
+
+
+def _is_of_tensor(one: Any) -> bool:
+    return type(one) is StandIn and one.comparisons.tensor is not None
+
+
+_COMPARING = {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
+_USUALLY = {operator.ne, math.isfinite}  # true
+_ASKING = {math.isnan: torch.isnan, math.isinf: torch.isinf, math.isfinite: torch.isfinite}
+
+
+def _made(function: Callable[..., Any], one: Any, other: Any) -> torch.Tensor:
+    """By a function of numbers, of tensors where they follow from such."""
+    made: torch.Tensor
+    if function in _ASKING and other is None:
+        made = _ASKING[function](_as_tensor(one, floats=True))
+        return made
+    known = type(other) is StandIn or type(other) in (*NUMBERS, bool)
+    if not known or (function not in _EXACT and function not in _COMPARING):
+        raise one.misused()
+    floats = function is operator.truediv or any(_kind(each) is float for each in (one, other))
+    made = function(_as_tensor(one, floats), _as_tensor(other, floats))
+    return made
+
+
+def _kind(one: Any) -> type:
+    return one.kind if type(one) is StandIn else type(one)
+
+
+def _as_tensor(one: Any, floats: bool) -> Any:
+    """A number of a tensor in the precision of Python's; others as they are."""
+    if not _is_of_tensor(one):
+        return one
+    if any(operation.function not in _EXACT for operation in one.operations):
+        raise one.misused()
+    floats = floats or one.comparisons.kind is float or any(map(_makes_floats, one.operations))
+    return result_of(one.operations, one.comparisons.tensor.double() if floats else one.comparisons.tensor.long())
+
+
+def _makes_floats(operation: Operation) -> bool:
+    return operation.function is operator.truediv or type(operation.other) is float
