@@ -73,7 +73,7 @@ class Rematerialized(Planned):
         self.optimizer = optimizer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if self.parts is not None and self.parts.running:  # it calls itself
+        if self.parts is not None and self.parts.is_called:  # it calls itself
             return self.original_forward(*args, **kwargs)
         if self._online is not None and not self._wants_plan(self._online, (args, kwargs)):
             return self._run_online(args, kwargs)

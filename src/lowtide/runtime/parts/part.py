@@ -199,9 +199,14 @@ class PartsInPlace:
         self._paused = False
 
     @property
+    def is_called(self) -> bool:
+        """Whether a call of the model is under way."""
+        return self._calls > 0
+
+    @property
     def running(self) -> bool:
         """Whether a call of the model is under way, or a backward pass that may call submodules."""
-        return (self._calls > 0 or self.backward.are_under_way) and not self._paused
+        return (self.is_called or self.backward.are_under_way) and not self._paused
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, no submodule is a part."""
