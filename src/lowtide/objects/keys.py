@@ -42,11 +42,6 @@ def layout(tree: Any) -> Any:
     return fingerprint(structure), tensor_keys(tensors)
 
 
-def form(tree: Any) -> str:
-    """Of ``layout``, as a text."""
-    return repr(layout(tree))
-
-
 def tensor_keys(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """``tensor_key`` of each of them, in less time."""
     if any(map(_IS_NESTED, tensors)) or not _STRIDED.issuperset(map(_LAYOUT, tensors)):

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.objects.keys import form
 from lowtide.objects.walk import ABSENT, OWN, cell_value, class_attribute, own_attributes
 
 
@@ -116,9 +115,6 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "held": part,  # by a dictionary, a list or a namespace
     "part": lambda owner, way: part(*innermost(owner, way)),  # of what it has, by a way of a kind, a name and keys
     "computed": lambda function, terms: _computed(function, terms),  # by a function of what there is elsewhere
-    "form": lambda owner, way: form(
-        current(*(way[0], owner, way[1]))
-    ),  # by a kind and a name, whatever values tensors have
     "cell": lambda owner, _: cell_value(owner),  # in a cell of a closure
     "made of": getattr,  # what a function or a class is made of
     "answer": lambda owner, _: owner(),  # what it says when it is called

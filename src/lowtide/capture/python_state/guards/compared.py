@@ -27,6 +27,7 @@ import torch
 from lowtide.capture.python_state.guards.reads import Read
 from lowtide.capture.python_state.guards.texts import text_stand_in
 from lowtide.objects import structure
+from lowtide.objects.keys import layout
 from lowtide.objects.places import current
 from lowtide.program.items import Item
 from lowtide.program.scalars import CHANGING, NUMBERS, Operation, Operations, Source, Taken, can_be_input, result_of
@@ -126,6 +127,21 @@ class Comparisons:
         """The pass is over: what has kept a stand-in, its result say, does more with it than what is known."""
         self.kept = any(one() is not None for one in self._stand_ins)
         self._stand_ins.clear()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """What is in an attribute that a pass leaves tensors in, but for the values of these: their layouts, and all else."""
+
+    layout: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Form:
+        return cls(layout(value))
+
+    def hold(self, value: Any) -> bool:
+        """Whether another value in its place is alike."""
+        return bool(layout(value) == self.layout)
 
 
 _TINY, _LARGE = 1e-6, 1e9  # of floats: beyond these, sums with one are rounded

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.guards.compared import Comparisons
+from lowtide.capture.python_state.guards.compared import Comparisons, Form
 from lowtide.capture.python_state.guards.external_effects import hooks_of
 from lowtide.capture.python_state.guards.files import Watched
 from lowtide.capture.python_state.guards.quick import Unchanged
@@ -90,8 +90,7 @@ class Guards:
         for read in reads.values.values():
             key = id(read.owner), read.name
             if key in formed and _as_found(read, contents):
-                way = read.kind, read.name
-                kept.append(Read("form", read.owner, way, current("form", read.owner, way), f"what is in {read.text}"))
+                kept.append(read._replace(value=Form.of(read.value)))
             if (key in anything and read.kind != "method") or not contents.same(read.value, current(*read[:3])):
                 continue
             condition = numbers[read.place].comparisons if read.place in numbers else read.value
@@ -159,7 +158,7 @@ class Guards:
         for read in reads:
             value = current(*read[:3])
             if not _same(self.contents, read.value, value, met):
-                other = " is another thing" if read.kind == "form" else self._difference(read.value, value)
+                other = " holds other things" if type(read.value) is Form else self._difference(read.value, value)
                 yield f"{read.text}{other}", read
 
     def _difference(self, kept: Any, value: Any) -> str:
@@ -194,7 +193,7 @@ def _others(numbers: Iterable[ComparedNumber]) -> dict[int, dict[int, Callable[[
 
 
 def _same(contents: Contents, kept: Any, value: Any, met: Met) -> bool:
-    return kept.hold(value) if type(kept) is Comparisons else contents.same(kept, value, met)
+    return kept.hold(value) if type(kept) in (Comparisons, Form) else contents.same(kept, value, met)
 
 
 def _wiring(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.guards.compared import Comparisons
+from lowtide.capture.python_state.guards.compared import Comparisons, Form
 from lowtide.capture.python_state.guards.external_effects import HOOKS, hooks_of
 from lowtide.capture.python_state.guards.files import Watched
 from lowtide.capture.python_state.guards.reads import Contents, Read, compiled_attributes, put_together
@@ -30,13 +30,7 @@ _IN_CELL = operator.attrgetter("cell_contents")
 _IN_DICT = operator.attrgetter("__dict__")
 _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
 _EXACT = frozenset((bytes, str, int))  # equal ones of these are the same
-_MADE_ANEW = (
-    "answer",
-    "form",
-    "layout",
-    "values",
-    "subclasses",
-)  # kinds of what is another object whenever it is asked for
+_MADE_ANEW = ("answer", "layout", "values", "subclasses")  # kinds of what is another object whenever it is asked for
 _CHANGED = (KeyError, AttributeError, ValueError, RuntimeError, ReferenceError)
 
 
@@ -137,7 +131,7 @@ class Unchanged:
         own = owner if kind == "item" else None
         if kind == "attribute" or (kind == "names" and not isinstance(owner, nn.Module)):
             own = own_attributes(owner)
-        if type(read.value) is Comparisons:
+        if type(read.value) in (Comparisons, Form):
             self._items.append((_compared, (read.value.hold, kind, owner, name), [True]))
             return None
         if id(value) in self._layouts or kind in _MADE_ANEW:

@@ -238,9 +238,7 @@ def standing_in(numbers: Numbers, copies: Mapping[int, tuple[Any, Any]]) -> Iter
     finally:
         for kind, owner, name, value, comparisons in put:
             left = current(kind, owner, name)
-            if (
-                type(left) is StandIn and left.comparisons.tensor is not None
-            ):  # an attribute that gets what tensors make
+            if type(left) is StandIn and left.comparisons.tensor is not None:  # the attribute gets a number of a tensor
                 continue
             if type(left) is StandIn:
                 standing.counted.update({(id(owner), name)} if comparisons.count(left) else ())
