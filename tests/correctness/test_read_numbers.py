@@ -335,6 +335,25 @@ def test_numbers_that_operators_take_at_several_shapes(compute: Compute) -> None
         assert found[1] == found[0]
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda self, h: h.square().mean() * (h.max().item() / h.std().item()),
+        lambda self, h: h.square().mean() * (2.0 if 1 / h.std().item() > 1e9 else 1.0),
+        lambda self, h: h.square().mean() / (1 / h.std().item()),
+    ],
+)
+def test_a_division_by_zero_is_an_error_as_in_eager(compute: Compute) -> None:
+    plain, planned = plain_and_planned(lambda: _Reads(compute))
+    _steps(plain, planned, 2)
+    for model in (plain, planned):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(6, 8)).backward()
+
+
 def test_numbers_within_a_budget() -> None:
     """What computes them runs again as everything else does."""
 

@@ -21,7 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from lowtide.capture.python_state.guards.compared import Comparisons, StandIn
 from lowtide.capture.trace.expected import READ, expect, fake_of, is_drawn
 from lowtide.program.items import TensorNumber
-from lowtide.program.scalars import NUMBERS, Operation, Taken, result_of
+from lowtide.program.scalars import NUMBERS, Operation, Taken
 
 Variables = dict[str, Any]  # of a module
 # Of the numbers that stand for those of tensors: such as no operator takes by itself.
@@ -125,8 +125,20 @@ def _made(function: Callable[..., Any], one: Any, other: Any) -> torch.Tensor:
     if not known or (function not in _EXACT and function not in _COMPARING):
         raise one.misused()
     floats = function is operator.truediv or any(_kind(each) is float for each in (one, other))
-    made = function(_as_tensor(one, floats), _as_tensor(other, floats))
+    operands = _as_tensor(one, floats), _as_tensor(other, floats)
+    if function is operator.truediv:
+        _refuse_zero(operands[1])
+    made = function(*operands)
     return made
+
+
+def _refuse_zero(divisor: Any) -> None:
+    """Raises ``ZeroDivisionError`` as Python does, where tensors would be infinite."""
+    if isinstance(divisor, torch.Tensor):
+        other = divisor != 0
+        expect(other, True)
+        if not other:
+            raise ZeroDivisionError("float division by zero")
 
 
 def _kind(one: Any) -> type:
@@ -140,7 +152,12 @@ def _as_tensor(one: Any, floats: bool) -> Any:
     if any(operation.function not in _EXACT for operation in one.operations):
         raise one.misused()
     floats = floats or one.comparisons.kind is float or any(map(_makes_floats, one.operations))
-    return result_of(one.operations, one.comparisons.tensor.double() if floats else one.comparisons.tensor.long())
+    tensor = one.comparisons.tensor.double() if floats else one.comparisons.tensor.long()
+    for operation in one.operations:
+        if operation.function is operator.truediv and operation.reflected:
+            _refuse_zero(tensor)
+        tensor = operation(tensor)
+    return tensor
 
 
 def _makes_floats(operation: Operation) -> bool:
