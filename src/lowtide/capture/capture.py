@@ -214,10 +214,9 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         if learned is not None:
             return learned
         if effects is None and (traced.run.changes or traced.run.rewired or outside):
-            places = [one.place for one in traced.compared()]
-            effects = rehearse(
-                call, held, traced.reads, outside, places, known.expected, known.converting if read else None
-            )
+            places, left = [one.place for one in traced.compared()], traced.run.changes.tensors
+            converting = known.converting if read else None
+            effects = rehearse(call, held, traced.reads, outside, places, left, known.expected, converting)
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except _LearnedError as error:

@@ -72,13 +72,15 @@ def rehearse(
     reads: Reads,
     outside: Sequence[Read] = (),
     compared: Collection[AttributePath] = (),
+    left: Collection[AttributePath] = (),
     expected: Sequence[bool] | None = (),
     converting: Sequence[dict[str, Any]] | None = None,
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``reads``: what its code reads, and of that
     ``outside`` what each call changes outside of the model; ``compared``: attributes that are only compared, and that planned
-    calls count on, or set, too; ``converting``: of ``Known``, where it reads numbers of tensors that it has computed. Raises
-    ``CaptureError`` where calls do not settle, see ``effects.attribute_effects``."""
+    calls count on, or set, too; ``left``: those that it leaves tensors in, as far as is known; ``converting``: of ``Known``,
+    where it reads numbers of tensors that it has computed. Raises ``CaptureError`` where calls do not settle, see
+    ``effects.attribute_effects``."""
     model, state, tensors = traced.model, traced.state, traced.tensors
     mode = AnsweringFakeMode(expected=expected, rehearses=True)
     count = len(state.tensors) + len(followed)
@@ -89,12 +91,12 @@ def rehearse(
     clone, _ = copy_without_data(model, (*state.registered, *followed), wholes[:count])
     calls: list[RehearsedCall] = []
     readers = Readers(model, reads)
-    numbers_left = NumbersLeft()
+    numbers_left, notes_code = NumbersLeft(), bool(readers.of_any(left))
 
     def call() -> RehearsedCall:
         with mode:  # inputs of their own in each call
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
-        called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs), snapshot(clone)
+        called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs, notes_code), snapshot(clone)
         hooks = hooks_in(clone)
         args, kwargs = rebuilt(traced.arguments, wholes[: len(state.tensors)], inputs, lambda one: one.value)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
@@ -166,7 +168,8 @@ def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath], r
     tensors = tuple(attribute_effects.TensorEffect(place, place in refilled, place in once) for place in kept)
     changing = any(place not in counted for place in second.changes.plain)
     settled = same and not once and not late and not carried and not changing
-    told = frozenset(readers.that_run(first.codes | second.codes).of_any(kept))
+    reading = readers.that_run(first.codes | second.codes) if first.notes_code else readers
+    told = frozenset(reading.of_any(kept))
     numbers = [place for place in told if any(place in call.left and call.left[place].numbers for call in calls)]
     if numbers:
         refuse_read(numbers)
@@ -205,13 +208,16 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
     the call. Tensors are told apart by identity.
     """
 
-    def __init__(self, state: Sequence[torch.Tensor], registered: int, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, state: Sequence[torch.Tensor], registered: int, inputs: Sequence[torch.Tensor], notes_code: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.state = set(map(id, state))
         self.depending = {*self.state, *map(id, inputs)}
         # The same number for the same one in every call; what attributes hold may be another one in each, and has none.
         self._numbers = {id(tensor): (0, i) for i, tensor in enumerate([*state[:registered], *inputs])}
         self.operators: list[Any] = []
+        self.notes_code = notes_code  # which takes time
         self.codes = set[types.CodeType]()  # that run
         self.read: set[int] = set()
         self.draws = 0
@@ -226,7 +232,8 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._noting = all_wrapped(_HOOKING, telling(self._note_hook))
         self._noting.__enter__()
         self._profile = sys.getprofile()
-        sys.setprofile(self._note_code)
+        if self.notes_code:
+            sys.setprofile(self._note_code)
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:

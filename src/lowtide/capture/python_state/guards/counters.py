@@ -98,9 +98,11 @@ class Readers:
         """The same of attributes of the model; PyTorch's own modules know what they do with theirs."""
         return [place for place in places if self._may_read(place)]
 
-    def of_any(self, places: Iterable[AttributePath]) -> list[AttributePath]:
-        """The same of attributes that they may have given PyTorch's own modules, too."""
-        return [place for place in places if self._read(leaf(place), by_string=True)]
+    def of_any(self, places: Collection[AttributePath]) -> list[AttributePath]:
+        """The same of attributes that they may have given PyTorch's own modules, too, but for those that they store alone."""
+        names = (leaf(place) for place in places)
+        read = [self._read(name, by_string=True) and not is_only_stored(name, self._functions) for name in names]
+        return list(itertools.compress(places, read))
 
     def of_objects(self, places: Iterable[AttributePath]) -> list[AttributePath]:
         """The same where a call puts an object of its own, which no later one need read: it may be stored alone."""
