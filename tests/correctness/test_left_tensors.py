@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.beside import plain_and_planned
+from tests.support.beside import assert_same_steps, plain_and_planned
 
 Compute = Callable[[Any, torch.Tensor], Any]
 STEPS = 7
@@ -164,29 +164,20 @@ def _set_otherwise(self: Any, step: int) -> None:
     self.config["deep"]["rate"] = 0.5 + step // 4
 
 
-def _left(self: Any) -> str:
-    if isinstance(self.seen, torch.Tensor):
-        self.seen = self.seen.detach()
-    return repr([self.seen, self.log, self.config, self.list, self.last, self.order, self.state])
-
-
-def _steps(plain: Any, planned: Any) -> None:
-    for step in range(STEPS):
-        found = []
-        for model in (plain, planned):
-            torch.manual_seed(step)
-            model.zero_grad()
-            model.between(model, step)
-            loss, *others = returned if isinstance(returned := model(torch.randn(6, 8)), tuple) else (returned,)
-            loss.backward()
-            found.append((loss.item(), repr(others), model.linear.weight.grad.tolist(), _left(model)))
-        assert found[1] == found[0], f"step {step}"
+def _step(model: Any, number: int) -> Any:
+    model.zero_grad()
+    model.between(model, number)
+    returned = model(torch.randn(6, 8))
+    (returned[0] if isinstance(returned, tuple) else returned).backward()
+    own = [value for name, value in vars(model).items() if name.startswith(("made", "row"))]
+    state = vars(model.state), own, getattr(model.linear, "seen", None)
+    return returned, model.seen, model.log, model.config, model.list, model.last, model.order, state
 
 
 @pytest.mark.parametrize("between", [_nothing, _forgotten, _set_otherwise])
 @pytest.mark.parametrize("compute", ASKED)
 def test_what_is_asked_of_tensors_that_are_left(compute: Compute, between: Callable[[Any, int], None]) -> None:
-    _steps(*plain_and_planned(lambda: _Leaves(compute, between)))
+    assert_same_steps(*plain_and_planned(lambda: _Leaves(compute, between)), _step, STEPS)
 
 
 def _only_left(self: Any, h: torch.Tensor) -> Any:
@@ -204,5 +195,5 @@ def _read_afterwards(self: Any, h: torch.Tensor) -> Any:
 def test_what_is_not_asked_is_no_condition(compute: Compute, caplog: pytest.LogCaptureFixture) -> None:
     plain, planned = plain_and_planned(lambda: _Leaves(compute))
     caplog.set_level(logging.INFO, "lowtide")
-    _steps(plain, planned)
+    assert_same_steps(plain, planned, _step, STEPS)
     assert "is captured again" not in caplog.text

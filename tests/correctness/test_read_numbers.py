@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from tests.support.beside import plain_and_planned
+from tests.support.beside import assert_same_steps, plain_and_planned
 
 STEPS = 7
 Compute = Callable[[Any, torch.Tensor], Any]
@@ -222,18 +222,16 @@ OTHERS = [
 ]  # fmt: skip
 
 
+def _step(model: Any, number: int, rows: int = 6) -> Any:
+    """Of a step what the model returns and leaves."""
+    model.zero_grad()
+    returned = model(torch.randn(rows, 8))
+    (returned[0] if isinstance(returned, tuple) else returned).backward()
+    return returned, model.left()
+
+
 def _steps(plain: Any, planned: Any, steps: int = STEPS) -> None:
-    """Both take the same steps, and return and leave the same."""
-    for step in range(steps):
-        found = []
-        for model in (plain, planned):
-            torch.manual_seed(step)
-            model.zero_grad()
-            loss, *numbers = returned if isinstance(returned := model(torch.randn(6, 8)), tuple) else (returned,)
-            loss.backward()
-            gradients = [one.grad.tolist() for one in model.parameters()]
-            found.append((loss.item(), repr(numbers), gradients, model.left(), torch.get_rng_state().tolist()))
-        assert found[1] == found[0], f"step {step}"
+    assert_same_steps(plain, planned, _step, steps)
 
 
 @pytest.mark.parametrize("compute", ONE_PROGRAM)
@@ -308,31 +306,12 @@ def test_calls_that_wait_keep_their_numbers() -> None:
     assert all(map(torch.equal, *([one.grad for one in model.parameters()] for model in (plain, planned))))
 
 
-def test_several_shapes_share_what_they_can() -> None:
-    """Numbers that are returned alone are no hindrance to a program of all lengths."""
-    plain, planned = plain_and_planned(lambda: _Reads(_logged), dynamic=True)
-    for rows in (6, 9, 4, 12, 6):
-        found = []
-        for model in (plain, planned):
-            model.zero_grad()
-            loss, numbers = model(torch.linspace(-1, 1, rows * 8).reshape(rows, 8))
-            loss.backward()
-            found.append((loss.item(), repr(numbers), [one.grad.tolist() for one in model.parameters()], model.left()))
-        assert found[1] == found[0]
-
-
-@pytest.mark.parametrize("compute", [_scaled, _temperature, _converted])
-def test_numbers_that_operators_take_at_several_shapes(compute: Compute) -> None:
+@pytest.mark.parametrize("compute", [_logged, _scaled, _temperature, _converted])
+def test_calls_of_several_shapes(compute: Compute) -> None:
+    """Numbers that are returned alone are no hindrance to a program of all lengths; those that operators take are."""
     plain, planned = plain_and_planned(lambda: _Reads(compute), dynamic=True)
-    for rows in (6, 9, 4, 12, 6):
-        found = []
-        for model in (plain, planned):
-            model.zero_grad()
-            returned = model(torch.linspace(-1, 1, rows * 8).reshape(rows, 8))
-            loss, *numbers = returned if isinstance(returned, tuple) else (returned,)
-            loss.backward()
-            found.append((loss.item(), repr(numbers), [one.grad.tolist() for one in model.parameters()]))
-        assert found[1] == found[0]
+    lengths = (6, 9, 4, 12, 6)
+    assert_same_steps(plain, planned, lambda model, number: _step(model, number, lengths[number]), len(lengths))
 
 
 @pytest.mark.parametrize(
@@ -370,18 +349,13 @@ def test_numbers_within_a_budget() -> None:
                 x = x / (scales[-1] + 0.1)
             return x.square().mean(), scales
 
-        def left(self) -> tuple[Any, ...]:
-            return ()
+    def step(model: Any, number: int) -> Any:
+        model.zero_grad()
+        loss, scales = model(torch.randn(64, 32))
+        loss.backward()
+        return loss, scales
 
-    plain, planned = plain_and_planned(lambda: Deep(), budget="60%", planner="auto{effort=1}")
-    for step in range(3):
-        found = []
-        for model in (plain, planned):
-            model.zero_grad()
-            x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
-            loss, scales = model(x)
-            loss.backward()
-            found.append((loss.item(), scales, [one.grad.tolist() for one in model.parameters()]))
-        assert found[1] == found[0]
+    plain, planned = plain_and_planned(Deep, budget="60%", planner="auto{effort=1}")
+    assert_same_steps(plain, planned, step, 3)
     (plan,) = lowtide.plans(planned)
     assert plan.overhead > 0

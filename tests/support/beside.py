@@ -34,12 +34,17 @@ def assert_as_eager(
     buffers, and the generator's state. Returns the rematerialized model."""
     plain, planned = make(model_factory), make(model_factory)
     lowtide.rematerialize(planned, budget="100%", planner="keep-all")
+    assert_same_steps(plain, planned, step, steps)
+    return planned
+
+
+def assert_same_steps(plain: nn.Module, planned: nn.Module, step: Callable[[Any, int], Any], steps: int) -> None:
+    """The same for two models that there are."""
     expected, found = ([_after(model, step, number) for number in range(steps)] for model in (plain, planned))
     for number, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
         assert ours[1] == theirs[1], f"step {number}: what is no tensor"
         assert len(ours[0]) == len(theirs[0])
         assert all(map(equal, ours[0], theirs[0])), f"step {number}"
-    return planned
 
 
 def _after(model: nn.Module, step: Callable[[Any, int], Any], number: int) -> tuple[list[torch.Tensor], list[Any]]:
