@@ -23,7 +23,7 @@ from lowtide.capture.python_state.code.code_names import codes, functions_of, is
 from lowtide.capture.python_state.guards.compared import StandIn
 from lowtide.capture.read_numbers import TensorNumbers, Variables
 from lowtide.capture.taken_numbers import TakingNumbers, followed_by_math
-from lowtide.capture.trace.patches import STANDS_FOR
+from lowtide.capture.trace.patches import STANDS_FOR, InPlace
 from lowtide.objects.walk import ABSENT
 
 CONVERSIONS = (torch.Tensor.__float__, torch.Tensor.__int__)
@@ -31,10 +31,9 @@ _KINDS = (float, int)
 _NAMES = frozenset(kind.__name__ for kind in _KINDS)
 
 
-class _Stand(type):
-    """Of a class that stands for one of Python's in this thread."""
+class _Converting(InPlace):
+    """Of a class that stands for ``float`` or ``int`` in this thread, as a key of a dictionary, too."""
 
-    kind: type
     numbers: TensorNumbers
     thread: int
 
@@ -42,23 +41,14 @@ class _Stand(type):
         if len(args) == 1 and cls.thread == get_ident():
             number = cls.numbers.item(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
             if type(number) is StandIn and number.comparisons.tensor is not None:
-                return number if number.kind is cls.kind else number.through(cls.kind)
-        return cls.kind(*args, **kwargs)
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.kind)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, cls.kind)
+                return number if number.kind is cls.original else number.through(cls.original)
+        return cls.original(*args, **kwargs)
 
     def __eq__(cls, other: object) -> bool:
-        return other is cls or other is cls.kind
+        return other is cls or other is cls.original
 
     def __hash__(cls) -> int:
-        return hash(cls.kind)
-
-    def __getattr__(cls, name: str) -> Any:
-        return getattr(cls.kind, name)
+        return hash(cls.original)
 
 
 def can_follow(variables: Variables) -> bool:
@@ -89,7 +79,7 @@ def _tells_apart(code: types.CodeType) -> bool:
 def followed(numbers: TensorNumbers) -> Iterator[None]:
     """Inside, code that may convert numbers of tensors converts them to what they are."""
     names = {"numbers": numbers, "thread": get_ident(), STANDS_FOR: ABSENT}
-    stands = {kind.__name__: _Stand(kind.__name__, (), {**names, "kind": kind}) for kind in _KINDS}
+    stands = {kind.__name__: _Converting(kind.__name__, (), {**names, "original": kind}) for kind in _KINDS}
     for variables in numbers.converting:
         variables.update(stands)
     try:

@@ -15,7 +15,7 @@ from lowtide.capture.python_state.guards.compared import Comparisons, LateStandI
 from lowtide.capture.python_state.paths import AttributePath, texts, value_at
 from lowtide.errors import CaptureError
 from lowtide.objects import structure
-from lowtide.objects.keys import fingerprint, tensor_keys
+from lowtide.objects.keys import layout_of
 from lowtide.program.scalars import NUMBERS
 
 _SOME = {True: torch.tensor(0.75, dtype=torch.float64), False: torch.tensor(3)}  # whether it is a float
@@ -33,8 +33,7 @@ class NumbersLeft:
         were any."""
         for place in places:
             tensors, left = structure.flatten(value_at(model, place))
-            derived = list[structure.Derived]()
-            structure.replaced(left, lambda leaf: leaf, derived.append)
+            derived = structure.derived(left)
             if derived == [left]:
                 then, tensor = before.attributes.get(place), tensors[derived[0].tensor.index]
                 number = then if type(then) in NUMBERS else derived[0].function(_SOME[tensor.is_floating_point()])
@@ -64,10 +63,8 @@ def refuse_read(places: Sequence[AttributePath]) -> NoReturn:
 
 def holds(value: Any) -> bool:
     """Whether a container has numbers of tensors in it."""
-    found = list[structure.Derived]()
     left = structure.flatten(value)[1]
-    structure.replaced(left, lambda leaf: leaf, found.append)
-    return bool(found) and not isinstance(left, structure.Derived)
+    return not isinstance(left, structure.Derived) and bool(structure.derived(left))
 
 
 def flat(value: Any) -> tuple[list[torch.Tensor], Any]:
@@ -81,5 +78,4 @@ def flat(value: Any) -> tuple[list[torch.Tensor], Any]:
 
 def layout(value: Any) -> Any:
     """Equal for what differs only in the values of tensors, and in numbers of such."""
-    tensors, found = flat(value)
-    return fingerprint(found), tensor_keys(tensors)
+    return layout_of(*flat(value))

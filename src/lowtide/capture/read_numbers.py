@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture.python_state.guards.compared import Comparisons, StandIn
-from lowtide.capture.trace.expected import READ, expect, fake_of, is_drawn
+from lowtide.capture.trace.classes import fake_of
+from lowtide.capture.trace.expected import READ, expect, is_drawn
 from lowtide.program.items import TensorNumber
 from lowtide.program.scalars import NUMBERS, Operation, Taken
 

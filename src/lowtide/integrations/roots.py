@@ -152,9 +152,8 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
     def _patch(self) -> _Call:
         original, thread, outermost = self._original, self._thread, self._outermost
 
-        def call(
-            self: nn.Module, /, *args: Any, **kwargs: Any
-        ) -> Any:  # torch.profiler looks for a module under this name
+        # torch.profiler looks for a module under the name ``self``.
+        def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if thread.inside or not self.training or not torch.is_grad_enabled():
                 return original(self, *args, **kwargs)
             return outermost(self, args, kwargs)

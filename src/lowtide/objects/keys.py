@@ -38,7 +38,11 @@ def fingerprint(structure: Any) -> Any:
 
 def layout(tree: Any) -> Any:
     """Equal for trees that differ only in the values of their tensors."""
-    tensors, structure = flatten(tree)
+    return layout_of(*flatten(tree))
+
+
+def layout_of(tensors: Sequence[torch.Tensor], structure: Any) -> Any:
+    """The same of what is taken apart."""
     return fingerprint(structure), tensor_keys(tensors)
 
 

@@ -257,6 +257,13 @@ def changing(structure: Any) -> list[Changing]:
     return found
 
 
+def derived(structure: Any) -> list[Derived]:
+    """What in it follows from tensors."""
+    found: list[Derived] = []
+    replaced(structure, lambda leaf: leaf, found.append)
+    return found
+
+
 def replaced(structure: Any, leaf: Callable[[Any], Any], derived: Callable[[Derived], Any] | None = None) -> Any:
     """The same structure with other leaves, slots included, and what follows from tensors, if that is asked for."""
     if isinstance(structure, Nested):

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from lowtide.capture.trace.patches import InPlace
 from lowtide.errors import CaptureError
 from lowtide.program.layouts import memory_of
 from lowtide.program.source import is_user_file, user_source
@@ -30,24 +31,22 @@ _UNKNOWN: dict[Any, str] = {
 }
 
 
-class _Asking(type):
-    """Of ``Type``, which is asked as ``type`` is."""
+class _Asking(InPlace):
+    """Of ``Type``."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return class_of(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
 
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, type)
-
-    def __subclasscheck__(cls, value: Any) -> bool:
-        return value is cls or issubclass(value, type)
-
-    def __getattr__(cls, name: str) -> Any:
-        return getattr(type, name)
-
 
 class Type(metaclass=_Asking):
     """In the place of ``type``."""
+
+    original = type
+
+
+def fake_of(traced: Any) -> Any:
+    """The fake tensor that a traced one holds, or is."""
+    return traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
 
 
 def class_of(value: Any) -> type:

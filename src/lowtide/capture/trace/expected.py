@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from lowtide.capture.trace.classes import fake_of
 from lowtide.program.foreign import CHECKS
 
 _ATEN = torch.ops.aten
@@ -102,10 +103,6 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
             usual = not of[0] if func in _NOT else any(of) if func in _OR else all(of)
     if usual is not None:
         result._lowtide_expected = usual  # type: ignore[attr-defined]
-
-
-def fake_of(traced: Any) -> Any:
-    return traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
 
 
 def is_drawn(traced: Any) -> bool:

@@ -32,6 +32,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture.trace import fake_kernels as fakes
 from lowtide.capture.trace import results
+from lowtide.capture.trace.classes import fake_of
 from lowtide.capture.trace.expected import COMPARISONS, QUESTIONS, Expectations, all_of, fold_uniform, note_expected
 from lowtide.capture.trace.known_values import KnownValues, elements, is_unknown
 from lowtide.capture.trace.questions import Provenance, Question
@@ -288,7 +289,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 def known_value(traced: torch.Tensor, constant: bool = False) -> torch.Tensor | None:
     """The real value of a traced tensor that derives only from constants and integer inputs, or only from constants; else
     ``None``."""
-    fake: Any = traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
+    fake = fake_of(traced)
     known = getattr(fake, "_lowtide_known", None)
     return None if known is None or (constant and not known.is_constant()) else fake.fake_mode.values.of(known)
 
@@ -297,7 +298,7 @@ def read_values(traced: torch.Tensor) -> torch.Tensor | None:
     """The real tensor, as Python code reads all of its values: a question. ``None`` where they are not known."""
     if not isinstance(traced, (FakeTensor, FunctionalTensor)):
         return traced
-    fake: Any = traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
+    fake = fake_of(traced)
     real, known = known_value(fake), getattr(fake, "_lowtide_known", None)
     if real is not None and known is not None and known.depends_on_input:
         with no_dispatch():

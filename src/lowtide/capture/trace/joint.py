@@ -25,6 +25,7 @@ from torch.fx import _lazy_graph_module, _symbolic_trace
 from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace import collectives
+from lowtide.capture.trace.classes import fake_of
 from lowtide.capture.trace.direct import as_it_is
 from lowtide.capture.trace.expected import as_expected
 from lowtide.capture.trace.inplace import keeping_layouts
@@ -182,12 +183,12 @@ class _Joint:
             inputs = [FunctionalTensor.to_functional(primal) for primal in primals]
             outputs = self._forward(inputs)
             after = [one.from_functional() for one in inputs]
-            returned = [*(after[number] for number in self.written), *map(_inner, outputs)]
+            returned = [*(after[number] for number in self.written), *map(fake_of, outputs)]
             gradients = self._backward(inputs, outputs)
             refuse_late(inputs, after)
         final = (Gradient(number, arrived=max(self.arrived[number], 1)) for number in gradients)
         self.roles = [*map(Written, self.written), *map(Output, range(len(outputs))), *final]
-        return [*returned, *map(_inner, gradients.values())]
+        return [*returned, *map(fake_of, gradients.values())]
 
     def _forward(self, inputs: Sequence[FunctionalTensor]) -> Sequence[torch.Tensor]:
         """What the function returns; notes which inputs it has written into."""
@@ -239,7 +240,7 @@ class _Joint:
         mode = proxy_tensor.get_proxy_mode()
         assert mode is not None
         with proxy_tensor.disable_proxy_modes_tracing(), disable_functional_mode():
-            fake = _like(_inner(output))
+            fake = _like(fake_of(output))
         proxy = mode.tracer.create_proxy("placeholder", f"tangents_{len(self.tangents) + 1}", (), {})
         proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
         self.tangents.append((proxy.node, Tangent(number)))
@@ -259,11 +260,6 @@ class _Joint:
         for value, role in zip(output.args[0], self.roles, strict=True):
             if isinstance(role, Written) and self.fakes[role.input].requires_grad:
                 value.meta[UNSEEN] = True
-
-
-def _inner(tensor: torch.Tensor | None) -> Any:
-    """What a functional tensor stands for now."""
-    return tensor.from_functional() if isinstance(tensor, FunctionalTensor) else tensor
 
 
 def _like(output: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,21 @@ def by_thread(own: Callable[..., Any], function: Callable[..., Any]) -> Callable
     return call
 
 
+class InPlace(type):
+    """Of a class that stands in the place of one of Python's, its ``original``, for a while: it is asked as that is."""
+
+    original: type
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.original)
+
+    def __subclasscheck__(cls, value: Any) -> bool:
+        return value is cls or issubclass(value, cls.original)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.original, name)
+
+
 def stood_for(value: Any) -> Any:
     """What a function or a class is in the place of for a while; anything else as it is."""
     return vars(value).get(STANDS_FOR, value) if isinstance(value, (types.FunctionType, type)) else value

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._decomp.decompositions import upsample_compute_output_size
 
-from lowtide.capture.trace.patches import STANDS_FOR, all_wrapped, replaced, wrapped
+from lowtide.capture.trace.patches import STANDS_FOR, InPlace, all_wrapped, replaced, wrapped
 from lowtide.capture.trace.sizes import hints
 from lowtide.objects.walk import parts_of
 
@@ -50,21 +50,17 @@ def _length(function: Callable[[Any], int]) -> Callable[[Any], Any]:
     return length
 
 
-class _Counting(type):
-    """Of ``_Range``, which is called and asked as ``range`` is."""
+class _Counting(InPlace):
+    """Of ``_Range``."""
 
     def __call__(cls, *args: Any) -> Any:
         return _counted(*args) if any(isinstance(one, torch.SymInt) for one in args) else _RANGE(*args)
 
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, _RANGE)
-
-    def __subclasscheck__(cls, value: Any) -> bool:
-        return value is cls or issubclass(value, _RANGE)
-
 
 class _Range(metaclass=_Counting):
     """In the place of ``range``."""
+
+    original = _RANGE
 
 
 setattr(_Range, STANDS_FOR, _RANGE)

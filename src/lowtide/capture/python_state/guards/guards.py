@@ -67,10 +67,9 @@ class Guards:
         compared: Iterable[ComparedNumber] = (),
     ) -> Guards:
         """Of what was read, what must stay as it was. ``free``: attributes that may be anything, but for those that are
-        ``told`` by more than the values of tensors in them; ``followed``: tensors whose
-        layout alone matters; ``after``: other values than the model has now; ``compared``: how numbers compare that may be
-        others. What the forward pass changes outside of the model
-        is no condition: it would not hold for the next call."""
+        ``told`` by more than the values of tensors in them; ``followed``: tensors whose layout alone matters; ``after``: other
+        values than the model has now; ``compared``: how numbers compare that may be others. What the forward pass changes
+        outside of the model is no condition: it would not hold for the next call."""
         anywhere = Contents()
         anywhere.keep(value_at(model, place) for place in free)
         layouts = {id(tensor): tensor_key(tensor) for tensor in followed}
