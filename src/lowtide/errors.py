@@ -22,10 +22,12 @@ class NativeCoreError(LowtideError, ImportError):
 
 @dataclass(eq=False, repr=False)
 class CaptureError(LowtideError):
-    """The model's program cannot be captured as one graph. ``source`` is the user's ``file:line`` where known."""
+    """The model's program cannot be captured as one graph. ``source`` is the user's ``file:line`` where known; ``selects``:
+    since it selects as many rows as data say."""
 
     _: KW_ONLY
     source: str = ""
+    selects: bool = False
 
 
 class NoGradientError(CaptureError):

@@ -331,4 +331,5 @@ def _unanswerable(func: Any) -> CaptureError:
         "captured as one graph. Make the decision independent of the data (a mask or lengths among the arguments may be read "
         "where they are integers or booleans), or run the model under lowtide.online.",
         source=source,
+        selects=torch.Tag.dynamic_output_shape in func.tags,
     )

@@ -7,9 +7,10 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lowtide.capture.python_state.guards.reach import Reach
 from lowtide.memory.allocators import allocated_bytes
@@ -27,14 +28,16 @@ _MARGIN = 1.1  # of the bytes that are missing
 
 @dataclass(eq=False)
 class OutsideCall:
-    """A call of a submodule, by its ``name``, whose own code runs. ``kept_bytes``: what it keeps for the backward pass, parts
-    inside of it included; ``held_bytes``: the same where these keep what they would without plans; ``input_bytes``: what its
-    arguments are, but for what calls before it were given, too. ``may_run_again``: whether its arguments can be what they were:
-    containers and objects are put back, but ``given`` tensors, which had these versions, must not be written into, by itself or
-    by what runs after it; and whether it communicates with no other rank, which might not run it again. ``differentiated``: the
-    backward passes within it that are differentiated in turn; PyTorch's checkpointing holds a run of it for each."""
+    """A call of a submodule of this ``kind``, by its ``name``, whose own code runs. ``kept_bytes``: what it keeps for the
+    backward pass, parts inside of it included; ``held_bytes``: the same where these keep what they would without plans;
+    ``input_bytes``: what its arguments are, but for what calls before it were given, too. ``may_run_again``: whether its
+    arguments can be what they were: containers and objects are put back, but ``given`` tensors, which had these versions,
+    must not be written into, by itself or by what runs after it; and whether it communicates with no other rank, which
+    might not run it again. ``differentiated``: the backward passes within it that are differentiated in turn; PyTorch's
+    checkpointing holds a run of it for each."""
 
     name: str
+    kind: type
     input_bytes: int
     held_bytes: int = 0
     kept_bytes: int = 0
@@ -61,6 +64,15 @@ class OutsideCall:
                 self.may_run_again = False
 
 
+class _Named(Protocol):
+    """A part, as far as it is of interest here."""
+
+    name: str
+
+    @property
+    def model(self) -> nn.Module: ...
+
+
 class OutsideWatch:
     """The calls of one step, outermost first. ``again_ns``: what those took that will run again, by their first run."""
 
@@ -72,13 +84,13 @@ class OutsideWatch:
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # to calls that have ended, by memory
 
     @contextlib.contextmanager
-    def call(self, name: str, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[None]:
+    def call(self, part: _Named, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[None]:
         self._begin()
         tensors, tree = structure.flatten(arguments)
         given = [(weakref.ref(each), version_of(each)) for each in tensors]
         memory = {memory_of(each): each for each in tensors if each.layout is torch.strided}
         new = [each.untyped_storage().nbytes() for key, each in memory.items() if not self._was_given(key)]
-        one, contents = OutsideCall(name, sum(new), given=given), _contents(tensors, tree)
+        one, contents = OutsideCall(part.name, type(part.model), sum(new), given=given), _contents(tensors, tree)
         reach = reach_of(*arguments)
         (self._open[-1].inside if self._open else self.calls).append(one)
         ran, before, communicated = len(self.shared.ran), self._level(), collectives_begun()
@@ -125,6 +137,13 @@ class OutsideWatch:
         """The call of the model has ended: what was written into since cannot be read again."""
         for one in _every(self.calls):
             one.check()
+
+    def kept_by(self, kind: type) -> int:
+        """The most bytes that a call of such a module, which may run again, keeps in the current step, beside its arguments."""
+        calls = _every(self.calls) if self._steps == self.shared.steps else ()
+        return max(
+            (one.kept_bytes - one.input_bytes for one in calls if one.kind is kind and one.may_run_again), default=0
+        )
 
     def _level(self) -> int:
         return allocated_bytes(self.shared.between.device) or 0

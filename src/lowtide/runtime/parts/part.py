@@ -15,7 +15,7 @@ from torch import nn
 from lowtide.capture import Captured
 from lowtide.capture.model_state import State, model_state
 from lowtide.capture.trace.patches import replaced
-from lowtide.capture.trace.sizes import Shapes
+from lowtide.capture.trace.sizes import Shapes, extents
 from lowtide.errors import CaptureError, NoGradientError
 from lowtide.memory.collector import collect_young, collector_held
 from lowtide.pipeline import Finish
@@ -31,9 +31,9 @@ from lowtide.runtime.parts.recomputed import Recomputation
 from lowtide.runtime.parts.shared import SharedBudget
 from lowtide.runtime.parts.sharing_forward import SharingForward, device_of
 from lowtide.runtime.parts.step_record import StepRecord
-from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, saves_otherwise, tried_in
+from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, list_of, saves_otherwise, tried_in
 from lowtide.runtime.programs.entry import Entry, Sample, Signature
-from lowtide.runtime.programs.kin import Alike, FamilyCall, Kin, Kins
+from lowtide.runtime.programs.kin import Alike, FamilyCall, Kin, Kins, kind_of
 from lowtide.runtime.programs.recaptures import UnusualCallError
 from lowtide.sharing import Member
 
@@ -43,22 +43,23 @@ _MOST_NEW = 3  # programs in a row that are planned for calls none of which come
 
 class Part(SharingForward):
     """A submodule that is tried as a part. ``outside``: why it is none, once that is known (empty where it has no gradient);
+    ``changes``: because its program is another one in every call; ``selects``: because it selects as many rows as data say.
     ``runs_again``: whether its own code, with all that is in it, runs again in the backward pass."""
 
     def __init__(self, module: nn.Module, parts: PartsInPlace, name: str) -> None:
         super().__init__(module, parts.shared)
         self.in_terms = True  # whoever calls the module again, or reads what it reads, adds to gradients
         self.parts, self.name = parts, name
-        parent, _, last = name.rpartition(".")
-        self._list = parent if last.isdigit() else None
+        self._list = list_of(parts.model, name)
         self._kins = Kins(self._kins.dynamic, parts.alike_in.setdefault(self.kind, {}) if self.kind else None)
         self.outside: str | None = None
+        self.selects, self.changes = False, False
         self.runs_again = False
-        self.keeps_nothing = False  # that could be freed, nor do its submodules
-        self.changes = False  # it is none because its program is another one in every call
+        self.is_alone = False  # its submodules are not tried either
         self.differentiated = DifferentiatedAgain(name, parts.watch.differentiated)  # by code of the model around it
         self._recomputation = Recomputation()
         self._new, self._seen_apart = 0, False  # programs since one came again; whether a call ran as it is
+        self._seen_outside = False  # whether its own code has run
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -80,18 +81,33 @@ class Part(SharingForward):
                     self.shared.unlike, self._seen_apart = self.shared.unlike or not self._seen_apart, True
                 except CaptureError as error:
                     self.outside = str(error)  # alone: its traceback holds tensors, and who keeps a log may keep it
+                    self.selects = error.selects
                     self._leave()
                     _LOG.info("%s runs as it is, its submodules are tried as parts: %s", self.name, self.outside)
                 collect_young()
                 self.shared.go_on()
         if nested:  # whatever it keeps is soon let go
             return self.original_forward(*args, **kwargs)
-        if self.runs_again:
+        if self.runs_again or self._would_exceed():
+            if not self.runs_again:
+                self.runs_again = True
+                _LOG.warning(
+                    "the budget has no room for what %s keeps: it is to run again in the backward pass", self.name
+                )
             with self.parts.paused(), self.parts.watch.runs_again():
                 return self._recomputation.run(self.model, self.original_forward, args, kwargs, self.shared.in_backward)
-        alone = self.parts.paused() if self.keeps_nothing else contextlib.nullcontext()
-        with self.parts.watch.call(self.name, (args, kwargs)), alone:
+        alone = self.parts.paused() if self.is_alone else contextlib.nullcontext()
+        self._seen_outside = True
+        with self.parts.watch.call(self, (args, kwargs)), self.parts.selecting(self), alone:
             return self.original_forward(*args, **kwargs)
+
+    def _would_exceed(self) -> bool:
+        """Of a module that hands rows to experts, as others like it have in the current step: whether the budget has no room
+        for what its first run keeps, and for the second run of another one."""
+        if self._seen_outside or type(self.model) not in self.parts.routers:
+            return False
+        kept_bytes = self.parts.watch.kept_by(type(self.model))
+        return kept_bytes > 0 and self.shared.left_bytes() < 2 * kept_bytes
 
     def _run_apart(self, key: Signature, inputs: list[torch.Tensor], error: CaptureError, always: bool) -> None:
         raise error if always else UnusualCallError(str(error))
@@ -126,6 +142,11 @@ class Part(SharingForward):
             return super().entry_for(mask, old, inputs)
 
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
+        inputs, state, _ = self._flat(*sample.standing())
+        states = len(state.tensors)
+        if self.parts.gives_other_sizes(self, kind_of(key, states), tuple(map(extents, inputs[states:]))):
+            self.is_alone = True
+            self._refuse_changing("rows that data select")
         found = super()._member(key, sample)
         if found[2] is not None and self.parts.decides_sizes_of(self):
             self._refuse_new(1)
@@ -140,7 +161,7 @@ class Part(SharingForward):
         program, plan = super().planned(captured, sample, finish, **known)
         member = Member(program, plan.costs)
         if self._replaced is None and not self.entries and member.freed_bytes <= member.held_bytes:
-            self.keeps_nothing = member.freed_bytes == 0
+            self.is_alone = member.freed_bytes == 0
             raise CaptureError("a plan for it alone could free nothing")
         return program, plan
 
@@ -153,10 +174,11 @@ class Part(SharingForward):
     def _refuse_new(self, most: int) -> None:
         """Raises ``CaptureError`` where programs are made in vain: for every call another one."""
         if self._new >= most:
-            self.changes = True
-            raise CaptureError(
-                f"its program is another one in every call ({self._new + 1} in a row), which takes longer to plan than to run"
-            )
+            self._refuse_changing(f"{self._new + 1} in a row")
+
+    def _refuse_changing(self, why: str) -> None:
+        self.changes = True
+        raise CaptureError(f"its program is another one in every call ({why}), which takes longer to plan than to run")
 
     def _leave(self) -> None:
         """What it holds is held by code between parts from now on."""
@@ -194,6 +216,10 @@ class PartsInPlace:
         self.backward = BackwardCalls(shared, self._standing)
         self.casts = KeptCasts()
         self.alike_in: dict[tuple[type, str], dict[Any, Alike]] = {}  # programs of parts of the same kind
+        self.selects, self.changes = False, False  # as of a part
+        self._selecting: list[tuple[type, dict[Any, Any]]] = []  # modules under way, and sizes that they give to others
+        self._routed: set[Any] = set()  # kinds of calls that are given as many rows as data say, each other ones
+        self.routers: set[type] = set()  # modules that do so
         self._parts: dict[int, Part] = {}  # by the id of the module
         self._calls = 0
         self._paused = False
@@ -220,7 +246,32 @@ class PartsInPlace:
 
     def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The model's own, while parts stand in the place of its submodules."""
-        return forward(*args, **kwargs)
+        with self.selecting(self):
+            return forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def selecting(self, module: Part | PartsInPlace) -> Iterator[None]:
+        """Inside, ``module`` runs its own code."""
+        if not (module.selects or module.changes):
+            yield
+            return
+        self._selecting.append((type(module.model), {}))
+        try:
+            yield
+        finally:
+            self._selecting.pop()
+
+    def gives_other_sizes(self, part: Part, kind: Signature, sizes: Sequence[Any]) -> bool:
+        """Whether a module around it that selects rows as data say hands tensors of other ``sizes`` to it than to another one
+        like it in the same list, or has done so in a call of this ``kind``: experts."""
+        if part.kind is None or not self._selecting:
+            return False
+        key = part.kind, kind
+        router, given = self._selecting[-1]
+        if given.setdefault(key, sizes) != sizes:
+            self._routed.add(key)
+            self.routers.add(router)
+        return key in self._routed
 
     def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
         return with_siblings(passes, {id(part): part for part in self._parts.values() if part.may_run}, self._in_order)

@@ -42,7 +42,7 @@ class Parts(PartsInPlace):
         if settings.total_budget is not None:
             self.shared.budget.outside = outside_of_model(model, settings.optimizer_bytes)
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
-        self.why = str(why)
+        self.why, self.selects = str(why), why.selects
         self._eager = EagerSteps(self.shared)
         self._has_any = can_run_in_parts(model)
         self._steps = 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,11 +15,15 @@ from lowtide.cost.room import measured_in_bytes, measured_within
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.pipeline import FIRST_PLANNER, make_program_plan, program_costs
 from lowtide.planning import Plan
+from lowtide.planning.make import plan_from
 from lowtide.program import Program
 from lowtide.runtime.programs.entry import Entry
+from lowtide.runtime.programs.kin import operators
 from lowtide.settings import Settings, searches
 from lowtide.sharing import Member
 from lowtide.sharing.assignment import as_alone
+
+_MOST_PLANS = 64  # that are kept for other programs
 
 
 class Room(NamedTuple):
@@ -79,22 +84,49 @@ class Measuring:
             return {entry: Member(entry.program, program_costs(entry.program)) for entry in found}
 
 
-def plan_in_room(member: Member, settings: Settings, room: int, fraction: float, known: Plan | None = None) -> Plan:
-    """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
-    that cannot be: then one that is ``known`` to be within them. Raises ``InfeasibleBudgetError``."""
-    quick = FIRST_PLANNER if searches(settings.planner) else settings.planner
-    asked = dataclasses.replace(settings, budget=room, total_budget=None, reserve=0, planning="wait", planner=quick)
+class FirstPlans:
+    """Plans for programs as they are met, each in the room that is left then, by ``settings``."""
 
-    def planned(between: int) -> Plan:
-        given = dataclasses.replace(asked, between_bytes=between)
+    def __init__(self, settings: Settings) -> None:
+        quick = FIRST_PLANNER if searches(settings.planner) else settings.planner
+        self._settings = dataclasses.replace(settings, total_budget=None, reserve=0, planning="wait", planner=quick)
+        self._found: OrderedDict[Any, Plan] = OrderedDict()  # for others of the same operators and sizes
+
+    def plan(self, member: Member, room: int, fraction: float) -> Plan:
+        """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
+        that cannot be: that of another program, where it is one of this one, too. Raises ``InfeasibleBudgetError``."""
+        graph, costs = member.program.graph, member.costs
+        key = operators(member.program), costs.storage_bytes.tobytes(), fraction
+        found = self._found.get(key)
+        plan = None
+        if found is not None and room <= found.budget_bytes:
+            asked: dict[str, Any] = {"budget_bytes": room, "planner": found.planner, "seed": found.seed}
+            plan = plan_from(graph, costs, [found.schedule], **asked)
+        if plan is None:
+            plan = self._planned(member, room, fraction)
+            if not plan.schedule.moves:
+                self._found[key] = plan
+                self._found.move_to_end(key)
+                if len(self._found) > _MOST_PLANS:
+                    self._found.popitem(last=False)
+        return plan
+
+    def lowest(self, member: Member, error: InfeasibleBudgetError) -> Plan:
+        """The plan that saves the least within about the bytes that ``error`` names."""
+        return self._planned(member, error.minimum_bytes * 101 // 100, 0.0, error.plan)
+
+    def _planned(self, member: Member, room: int, fraction: float, known: Plan | None = None) -> Plan:
+        """``known``: one within the room."""
+        between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
+        if between:
+            try:
+                return self._within(member, room, between)
+            except InfeasibleBudgetError as error:
+                near = None if error.plan is None else as_alone(error.plan, member)  # saves a little more than that
+            if near is not None and near.peak_bytes <= room:
+                return dataclasses.replace(near, budget_bytes=room)
+        return self._within(member, room, 0) if known is None else as_alone(known, member)
+
+    def _within(self, member: Member, room: int, between: int) -> Plan:
+        given = dataclasses.replace(self._settings, budget=room, between_bytes=between)
         return as_alone(make_program_plan(member.program, given, costs=member.costs), member)
-
-    between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
-    if between:
-        try:
-            return planned(between)
-        except InfeasibleBudgetError as error:
-            near = None if error.plan is None else as_alone(error.plan, member)  # saves a little more than that
-        if near is not None and near.peak_bytes <= room:
-            return dataclasses.replace(near, budget_bytes=room)
-    return planned(0) if known is None else as_alone(known, member)

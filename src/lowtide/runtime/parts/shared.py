@@ -36,12 +36,12 @@ from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.parts.current_step import CurrentStep
 from lowtide.runtime.parts.forward_pass import ForwardPass, Passes, left_gradient_bytes
 from lowtide.runtime.parts.joint_search import JointSearch
-from lowtide.runtime.parts.room import Measuring, Room, Spare, plan_in_room
+from lowtide.runtime.parts.room import FirstPlans, Measuring, Room, Spare
 from lowtide.runtime.parts.step_record import StepRecord
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry
 from lowtide.settings import Settings, searches
-from lowtide.sharing import Assignment, Member, sequential_constraints
+from lowtide.sharing import Assignment, Constraint, Member, sequential_constraints
 from lowtide.sharing.assignment import plan_alone, saved_fraction
 from lowtide.sharing.pass_budget import StepBudget
 
@@ -67,7 +67,7 @@ class SharedBudget(CurrentStep):
         self.must_fit = False  # since something else can be done where they do not
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self.spare = Spare(lambda: -self.record.exceeds(self.member, self.budget)[0] if self.record else sys.maxsize)
-        self._measuring = Measuring()
+        self._measuring, self._first = Measuring(), FirstPlans(settings)
         self._met = False  # a step stayed within the budget, or was planned to
         self._first_plans = False  # the current step runs by one
         self._said_over = False
@@ -129,7 +129,7 @@ class SharedBudget(CurrentStep):
         check_device(own.program, room.total_bytes)
         try:
             fraction = self.record.fraction_of(graph, self.member, self.fraction) if more_follow else 1.0
-            plan = plan_in_room(own, self.settings, max(room.bytes, 1), fraction)
+            plan = self._first.plan(own, max(room.bytes, 1), fraction)
         except InfeasibleBudgetError as error:
             if room.must_fit:
                 raise error.beside(room.beside_bytes) from None
@@ -138,9 +138,16 @@ class SharedBudget(CurrentStep):
                 self.what.removesuffix("s"), room.number, error.minimum_bytes, room.bytes,
             )  # fmt: skip
             self.exceeded = True
-            plan = plan_in_room(own, self.settings, error.minimum_bytes, 0.0, known=error.plan)
+            plan = self._first.lowest(own, error)
         self._first_plans = self._first_plans or (plan.overhead > 0 and searches(self.settings.planner))
         return plan
+
+    def left_bytes(self) -> int:
+        """What the budget has left beside all that the current step holds. Of one in percent, it is known after a step."""
+        held = self.between.beside(0) or 0
+        if is_percentage(self.settings.given) and not self.budget.granted_bytes:
+            return sys.maxsize
+        return self.budget.of([], [Constraint(held, -1, False, ())])[0] - held
 
     def _before(self, replaced: Entry | None) -> tuple[list[ForwardPass], int]:
         """What ran before ``replaced``, or before now, and what code between held then."""

@@ -46,6 +46,12 @@ def is_one_operator(module: nn.Module) -> bool:
     return plain and not isinstance(module, nn.RNNBase)  # which computes step by step
 
 
+def list_of(model: nn.Module, name: str) -> str | None:
+    """The name of the list or dictionary of modules that the submodule of this ``name`` is in, if it is in one."""
+    parent, _, last = name.rpartition(".")
+    return parent if last.isdigit() or isinstance(model.get_submodule(parent), nn.ModuleDict) else None
+
+
 @contextlib.contextmanager
 def forwards_given(given: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
     """Inside, modules have these in the place of their class's ``forward``, or with ``None`` that one."""
