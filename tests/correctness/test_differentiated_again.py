@@ -17,6 +17,8 @@ from torch.func import functional_call
 import lowtide
 from lowtide.api import runtime_of
 from lowtide.runtime.calls.differentiated import is_named
+from tests.support.networks import generator
+from tests.support.training import compare_training, make
 
 Step = Callable[[nn.Module], torch.Tensor]
 WIDTH = 64
@@ -191,3 +193,49 @@ def _alone(frame: Any) -> Any:
         f_code, f_globals, f_back = frame.f_code, frame.f_globals, None
 
     return Frame
+
+
+class _Forces(nn.Module):
+    """Has the positions among its arguments require a gradient, and learns an energy and its gradient by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, 256), nn.Softplus(), nn.Linear(256, 256), nn.Tanh()
+        )
+        self.head = nn.Linear(256, 1)
+
+    def forward(self, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert data["place"].dim() == 2 and len(data["place"]) == data["force"].size(0)
+        data["place"].requires_grad_(False)  # once more otherwise, before anything reads it
+        data["place"].requires_grad_(True)
+        with torch.enable_grad():
+            energy = self.head(self.body(data["place"]))
+            (gradient,) = torch.autograd.grad(energy.sum(), data["place"], create_graph=True)
+        return energy.square().mean() + (gradient + data["force"]).square().mean()
+
+
+def _places(iteration: int, count: int = 64) -> Any:
+    place, force = torch.randn(2, count, WIDTH, generator=generator(iteration))
+    return ({"place": place, "force": force},), {}
+
+
+def test_an_argument_that_is_to_require_a_gradient() -> None:
+    compare_training(_Forces, _places, budgets=("85%", "75%"))
+
+
+def test_arguments_that_come_to_require_a_gradient_are_left_so() -> None:
+    """As eager does, with their gradients; the sample is not. Calls of a shape are captured once."""
+    plain, model = (make(_Forces) for _ in range(2))
+    (sample,), _ = _places(0)
+    lowtide.rematerialize(model, (sample,), budget="75%", on_capture_error="error")
+    assert not sample["place"].requires_grad
+    for step in range(5):
+        theirs, ours = (_places(step, count=48 if step == 3 else 64)[0][0] for _ in range(2))
+        for one, data in ((plain, theirs), (model, ours)):
+            one.zero_grad()
+            one(data).backward()
+        assert ours["place"].requires_grad
+        assert torch.equal(ours["place"].grad, theirs["place"].grad)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert len(lowtide.plans(model)) == 2

@@ -64,7 +64,7 @@ class _Leaves(_Linear):
 
 class _Asks(_Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.requires_grad_()).square().mean()
+        return self.linear(x).square().mean() + self.linear(x.requires_grad_()).mean()
 
 
 _SCALE = nn.Parameter(torch.ones(8))
@@ -192,7 +192,7 @@ def _rows() -> torch.Tensor:
         (_AssignsTransposed, lambda: (_rows(),), r"assigns to \.data"),
         (_Keeps, lambda: (SimpleNamespace(x=_rows()), SimpleNamespace()), "adds to a list, a dict or an object"),
         (_Leaves, lambda: (_rows(), SimpleNamespace()), "adds to a list, a dict or an object"),
-        (_Asks, lambda: (_rows(),), r"requires_grad_\(\) on an argument"),
+        (_Asks, lambda: (_rows(),), r"requires_grad_\(\) on .* that it has read before"),
         (_GlobalParameter, lambda: (_rows(),), "none of its parameters"),
         (_WritesInput, lambda: (_rows().requires_grad_() * 1,), "writes in place"),
         (_SharedBuffers, lambda: (_rows(),), "several buffers or arguments share"),

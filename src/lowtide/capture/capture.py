@@ -54,6 +54,7 @@ from lowtide.capture.trace.joint import export_joint
 from lowtide.capture.trace.origins import period_of_casts
 from lowtide.capture.trace.packed import refuse_later_terms
 from lowtide.capture.trace.sizes import SymbolicSizes
+from lowtide.capture.trace.writes import GradientRequiredError
 from lowtide.capture.traced_model import TracedCall, TracedModel
 from lowtide.errors import CaptureError, LowtideError, NoGradientError
 from lowtide.memory.collector import collector_held
@@ -222,6 +223,9 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     except _LearnedError as error:
         outside = counters.changed(traced.latest_reads)
         return error.known
+    except GradientRequiredError:
+        outside = counters.changed(traced.latest_reads)
+        raise
     except Exception as error:
         outside = counters.changed(traced.latest_reads)
         written = written_attributes(model, error) - known.attributes

@@ -30,7 +30,13 @@ from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods, wrapped
 from lowtide.capture.trace.value_gradients import with_value_gradient
-from lowtide.capture.trace.writes import GET_GRADIENT, assigned_data, refuse_gradients, refuse_retained
+from lowtide.capture.trace.writes import (
+    GET_GRADIENT,
+    GradientRequiredError,
+    assigned_data,
+    refuse_gradients,
+    refuse_retained,
+)
 from lowtide.errors import CaptureError
 from lowtide.memory.collector import thresholds
 from lowtide.objects.places import current
@@ -55,7 +61,8 @@ _REQUIRING = (torch.Tensor.requires_grad_, _REQUIRES_GRAD.__set__)
 _DESCRIBING = (
     _REQUIRES_GRAD.__get__,
     IS_LEAF,
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
+    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "__len__", "is_floating_point")),
 )
 
 
@@ -101,8 +108,9 @@ def told_as_in_eager() -> Iterator[None]:
 class TensorCalls(TakingNumbers):
     """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
     whose values become numbers of Python's, and which tensors have no gradient. ``state``: what must not be given other data,
-    for the ``registered`` tensors; its gradients, and those of ``others``, are the user's. ``early``: numbers of those that
-    are to require a gradient, or none any more, before anything has read them: here they do not yet."""
+    for the ``registered`` tensors; its gradients, and those of ``others``, are the user's. Raises ``GradientRequiredError`` at
+    the end, or for any error, where some of these are to require a gradient, or none any more, before anything has read them:
+    here they do not yet."""
 
     def __init__(
         self,
@@ -120,9 +128,16 @@ class TensorCalls(TakingNumbers):
         self.reads = reads
         self.numbers = numbers
         self.replaced = replaced_methods()
-        self.early = set[int]()
-        self._numbers = {id(tensor): number for number, tensor in enumerate(state)}
+        known = len(state)
+        numbered = enumerate(self.given)
+        self._numbers = {id(one): number for number, one in numbered if number < known or not is_distributed(one)}
+        self._early = set[int]()
         self._read = set[int]()  # ids
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if self._early:
+            raise GradientRequiredError(self._early) from error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if id(func) in self.replaced:
@@ -181,12 +196,10 @@ class TensorCalls(TakingNumbers):
         if func in _REQUIRING:
             number = self._numbers.get(id(args[0]))
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-            if number in self.early:
-                return bool(wanted != args[0].requires_grad)  # once more
-            if number is None or wanted == args[0].requires_grad or id(args[0]) in self._read:
+            if number is None or id(args[0]) in self._read:
                 return False
-            self.early.add(number)
-            return True
+            (self._early.discard if wanted == args[0].requires_grad else self._early.add)(number)
+            return number in self._early
         if func not in _DESCRIBING:
             for one in (*args, *kwargs.values()):
                 self._read.update(map(id, one) if isinstance(one, (list, tuple)) else (id(one),))

@@ -240,7 +240,7 @@ class TracedModel:
             observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
             sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
             self.call.classes.copied({key: own for key, (own, _) in copies.items()} | sources)
-            result, reached, early = self._forward(model, args, kwargs, (state, given), observer, writes)
+            result, reached = self._forward(model, args, kwargs, (state, given), observer, writes)
         given_objects = {
             id(one): one for one in reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
         }
@@ -248,7 +248,7 @@ class TracedModel:
         twice.refuse_writes(seen, copies, sources, observer.written, self.latest_reads.contents)
         twice.refuse_told_apart(seen, copies, sources, self.latest_reads, given_objects, observer.compares)
         extra = new_buffers(model, names, state)
-        refuse_required(tensors, wanting, self.call.state.registered, early)
+        refuse_required(tensors, wanting)
         changes = attribute_effects.changes(model, before)
         standing.left_in([result, args, kwargs, *(value_at(model, place) for place in changes.plain)])
         paths = {id(module): path for path, module in model.named_modules()}
@@ -300,9 +300,8 @@ class TracedModel:
         tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         observer: Observer,
         writes: ArgumentWrites,
-    ) -> tuple[Any, ExternalEffects, set[int]]:
-        """What the model returns, what it can write outside of itself, and ``TensorCalls.early``. What it left outside is
-        refused, or undone."""
+    ) -> tuple[Any, ExternalEffects]:
+        """What the model returns, and what it can write outside of itself. What it left there is refused, or undone."""
         constant = _constant if self._reached is None else None
         # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
@@ -322,7 +321,7 @@ class TracedModel:
             no_hooks,
             unwrapped(self.call.model),
             periods_of_casts(self._keep_casts) as period,
-            TensorCalls(self.call.state.registered, *tensors, period, self.latest_reads, self.read) as calls,
+            TensorCalls(self.call.state.registered, *tensors, period, self.latest_reads, self.read),
             RefuseWrites(),  # type: ignore[no-untyped-call]
             origins_announced(model, self._call),
         ):
@@ -339,7 +338,7 @@ class TracedModel:
         if reached.lost:
             self._reached.undo()
             reached.refuse()
-        return result, reached, calls.early
+        return result, reached
 
 
 def _constant(traced: torch.Tensor) -> torch.Tensor | None:

@@ -63,6 +63,7 @@ class Planned(Programs):
         self.ran = 0  # calls that ran by a plan
         self.unusual = UnusualCalls()
         self.values = CallValues(model)
+        self._early: dict[Signature, tuple[int, ...]] = {}  # what calls have require a gradient before they read it
         self.is_unusual = False  # while a program is made for one of them
         self._said_transformed = self._said_copied = False
         self._prepares = False  # outside of a step, where no budget limits what is measured
@@ -264,22 +265,25 @@ class Planned(Programs):
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where there is to be none."""
-        try:
-            return self._found(sample, inputs, state, tree)
-        except GradientRequiredError as error:
-            required = error.tensors
+        key = signature(state.modules, inputs, state.names, tree)
+        if key not in self._early:
+            try:
+                return self._found(key, sample, inputs, state)
+            except GradientRequiredError as error:
+                self._early[key] = error.numbers
+        given = [*state.registered, *inputs[len(state.registered) :]]
+        required = [given[number] for number in self._early[key]]
         entry = None
         try:
             _require_otherwise(required)
-            entry = self._entry(sample, inputs, state, tree)
+            entry = self._entry(sample, *self._flat(*sample.standing()))
         finally:
             if entry is None or self._prepares:
                 _require_otherwise(required)
         return entry
 
-    def _found(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
+    def _found(self, key: Signature, sample: Sample, inputs: list[torch.Tensor], state: State) -> Entry | None:
         modules = state.modules
-        key = signature(modules, inputs, state.names, tree)
         if self.optimizer is not None:
             key = (*key, self.optimizer.updated(inputs))
         found = self.find(key, modules, inputs)
