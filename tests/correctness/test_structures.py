@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 import lowtide
 from tests.support.networks import generator, perceptron, rows
-from tests.support.training import MINIMUM, compare_training, prepared
+from tests.support.training import MINIMUM, compare_training, make, prepared
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -84,6 +84,92 @@ def test_the_same_tensor_stays_one_object() -> None:
     model = prepared(lambda: _Shaped(_SHAPERS["the same twice"]), rows(), "60%")
     first, second, nested = model(*rows()(0)[0])
     assert first is second is nested["again"]
+
+
+class _Names(dict[str, Any]):
+    """Read and written by attributes."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class _Both(OrderedDict[str, Any]):
+    """What is in it are its attributes, too."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+class _Defaults(defaultdict[str, Any]):
+    pass
+
+
+class _Row(list[Any]):
+    """Has a length of its own, and a note."""
+
+    note: Any = None
+
+    def __len__(self) -> int:
+        return super().__len__() - 1
+
+
+class _Several(tuple[Any, ...]):
+    note: Any = None
+
+
+def _noted(kind: Any, /, **values: Any) -> Any:
+    made = kind(values.values())
+    made.note = values["x"]
+    return made
+
+
+_OWN: dict[str, Callable[..., Any]] = {
+    "names": _Names,
+    "both": _Both,
+    "defaults": lambda **values: _Defaults(float, values),
+    "row": lambda **values: _noted(_Row, **values),
+    "several": lambda **values: _noted(_Several, **values),
+}
+
+
+class _InOwn(nn.Module):
+    """Takes and returns a container of a class of its own, in another one."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.body, self.make = perceptron(4), make
+
+    def forward(self, given: Any) -> Any:
+        (given,) = given
+        x, scale = (given["x"], given["scale"]) if isinstance(given, dict) else given
+        return [self.make(x=self.body(x * scale), given=x, kind="text")]
+
+
+@pytest.mark.parametrize("name", _OWN)
+def test_containers_of_classes_of_their_own(name: str) -> None:
+    """What is in them are inputs and results as in Python's own; their attributes are, too."""
+    plain, model = (make(lambda: _InOwn(_OWN[name])) for _ in range(2))
+    for step in range(4):
+        x = rows()(step)[0][0]
+        found = []
+        for each in (plain, model):
+            if each is model and step == 0:
+                lowtide.rematerialize(model, ([_OWN[name](x=x, scale=2.0)],), budget="70%", on_capture_error="error")
+            given = [_OWN[name](x=x, scale=2.0)]
+            (result,) = each(given)
+            y, back, kind = result.values() if isinstance(result, dict) else iter(result)
+            y.square().mean().backward()
+            assert back is x and kind == "text" and type(y) is torch.Tensor
+            own = {key: value.tolist() for key, value in vars(result).items() if isinstance(value, torch.Tensor)}
+            extra = result["other"] if isinstance(result, _Defaults) else len(result)
+            found.append((type(result), y.tolist(), own, extra, *(p.grad.tolist() for p in each.parameters())))
+        assert found[0] == found[1]
+    assert len(lowtide.plans(model)) == 1
 
 
 class _Echo(nn.Module):

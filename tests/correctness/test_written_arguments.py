@@ -76,6 +76,17 @@ class _Owned:
         setattr(self.store.owner().store, name, value)
 
 
+class _Names(dict[str, Any]):
+    """Read and written by attributes, as batches of many packages."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class _Row(list[Any]):
+    pass
+
+
 def _x(seed: int = 0) -> torch.Tensor:
     return torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -133,6 +144,8 @@ _CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[tuple[Any, ...], 
     "owned": (_of_object, lambda: ((_Owned(x=_x()),), {}), lambda r, a: a[0].x.square().mean() + r[1][0]),
     "list": (_appended, lambda: ((_x(), []), {}), lambda r, a: r + a[1][2].mean()),
     "nested": (_nested, lambda: (({"x": _x()}, [{"x": _x(1)}, {"x": _x(2)}]), {}), lambda r, a: r),
+    "names": (_of_object, lambda: ((_Names(x=_x()),), {}), lambda r, a: r[1][1].x.square().mean()),
+    "row": (_appended, lambda: ((_x(), _Row((_x(1),))), {}), lambda r, a: r + a[1][2].mean()),
     "keyword": (_nothing_returned, lambda: ((), {"state": OrderedDict(x=_x())}), lambda r, a: a[0]["x"].square().mean()),
 }  # fmt: skip
 

@@ -100,7 +100,8 @@ class _Visit:
             kind = node.spec.context if isinstance(node.spec.context, type) else None  # of a named tuple
             return (_told_of(node.spec), kind, tuple(map(self.key, node.leaves)))
         if isinstance(node, OpenObject):
-            return (type(node.prototype), self._items(node.attributes))
+            items = () if node.items is None else (self.key(node.items),)
+            return (type(node.prototype), self._items(node.attributes), *items)
         if isinstance(node, torch.Tensor):
             return ("held", _Same(node), None if node.is_inference() else node._version, tensor_key(node))
         parts, more = _parts(node), beside(node)

@@ -1,12 +1,12 @@
 """Nested arguments and results taken apart into tensors, and put together again with the same types.
 
 ``torch.utils._pytree`` knows lists, tuples, dictionaries and registered classes. Dataclasses and plain objects that hold
-tensors (key-value caches, say) are handled here: a shallow copy is made and its attributes are replaced.
+tensors (key-value caches, say) are handled here, and containers of classes of their own: a shallow copy is made, and its
+attributes and items are replaced.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from lowtide.objects.clones import copied, empty, fill, items_of
 from lowtide.objects.walk import CLOSED, PLAIN, fields
 
 _PLAIN, _NAMES = frozenset(PLAIN), frozenset((str,))
@@ -34,10 +35,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class OpenObject:
-    """An object whose attributes hold tensors: a prototype and the structures of those attributes."""
+    """An object that holds tensors: a prototype, the structures of its attributes and, if it is a container, of its ``items``
+    in one of Python's own."""
 
     prototype: Any
     attributes: dict[str, Any]
+    items: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,8 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: 
         return Derived(derived[1], _visit(derived[0], tensors, seen, bare))
     around = _around(node, seen)
     if around is not None:
-        return around if _level(seen[around.level]) is None else node
+        wanted = seen[around.level]
+        return around if _level(wanted) is None and not isinstance(wanted, tuple) else node
     if _is_closed(node):
         return node
     within, level = (*seen, node), _level(node)
@@ -134,9 +138,9 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: 
     if _is_bare(node, bare):
         return node
     attributes = {name: _visit(value, tensors, within, bare) for name, value in fields(node).items()}
-    if not any(slots(child) for child in attributes.values()):
-        return node
-    return OpenObject(_emptied(node, attributes), attributes)
+    items = items_of(node)
+    found = OpenObject(node, attributes, None if items is None else _visit(items, tensors, within, bare))
+    return OpenObject(_emptied(found), attributes, found.items) if slots(found) else node
 
 
 def _derived(node: Any) -> tuple[torch.Tensor, Callable[[Any], Any]] | None:
@@ -165,7 +169,7 @@ def _is_bare(node: Any, bare: dict[int, Any]) -> bool:
         if not _is_closed(one) and id(one) not in seen and id(one) not in bare:
             seen[id(one)] = one
             level = _level(one)
-            waiting += fields(one).values() if level is None else level[0]
+            waiting += [*fields(one).values(), items_of(one)] if level is None else level[0]
     bare.update(seen)
     return True
 
@@ -218,11 +222,21 @@ def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = (),
             [unflatten(one, tensors, given, inside) for one in structure.leaves], structure.spec
         )
     if isinstance(structure, OpenObject):
-        clone = _copied(structure.prototype)
-        for name, child in structure.attributes.items():
-            object.__setattr__(clone, name, unflatten(child, tensors, given, (*within, clone)))
-        return clone
+        return _formed(structure, tensors, given, within)
     return structure
+
+
+def _formed(found: OpenObject, tensors: Sequence[Any], given: Sequence[Any], within: tuple[Any, ...]) -> Any:
+    if isinstance(found.prototype, tuple):
+        clone = empty(found.prototype, unflatten(found.items, tensors, given, (*within, None)))
+    elif found.items is not None:
+        clone = empty(found.prototype)
+        fill(clone, unflatten(found.items, tensors, given, (*within, clone)))
+    else:
+        clone = copied(found.prototype)
+    for name, child in found.attributes.items():
+        object.__setattr__(clone, name, unflatten(child, tensors, given, (*within, clone)))
+    return clone
 
 
 def difference(one: Any, other: Any) -> tuple[Any, Any] | None:
@@ -230,7 +244,7 @@ def difference(one: Any, other: Any) -> tuple[Any, Any] | None:
     if isinstance(one, Nested) and isinstance(other, Nested):
         return next(filter(None, map(difference, one.leaves, other.leaves)), None)
     if isinstance(one, OpenObject) and isinstance(other, OpenObject):
-        return next(filter(None, map(difference, one.attributes.values(), other.attributes.values())), None)
+        return next(filter(None, map(difference, _children(one), _children(other))), None)
     return None if one == other else (one, other)
 
 
@@ -270,7 +284,8 @@ def replaced(structure: Any, leaf: Callable[[Any], Any], derived: Callable[[Deri
         return Nested(structure.spec, tuple(replaced(child, leaf, derived) for child in structure.leaves))
     if isinstance(structure, OpenObject):
         attributes = {name: replaced(child, leaf, derived) for name, child in structure.attributes.items()}
-        return OpenObject(structure.prototype, attributes)
+        items = None if structure.items is None else replaced(structure.items, leaf, derived)
+        return OpenObject(structure.prototype, attributes, items)
     if isinstance(structure, Derived):
         return derived(structure) if derived else Derived(structure.function, replaced(structure.tensor, leaf))
     return leaf(structure)
@@ -278,7 +293,11 @@ def replaced(structure: Any, leaf: Callable[[Any], Any], derived: Callable[[Deri
 
 def slots_in_objects(structure: Any) -> frozenset[int]:
     """Slots inside opaque objects (caches): results that are carried along rather than trained on."""
-    if isinstance(structure, OpenObject) and not dataclasses.is_dataclass(structure.prototype):
+    if (
+        isinstance(structure, OpenObject)
+        and structure.items is None
+        and not dataclasses.is_dataclass(structure.prototype)
+    ):
         return frozenset(slots(structure))
     return frozenset().union(*map(slots_in_objects, _children(structure)))
 
@@ -292,15 +311,10 @@ def slots(structure: Any) -> list[int]:
 
 def _children(structure: Any) -> Iterable[Any]:
     if isinstance(structure, OpenObject):
-        return structure.attributes.values()
+        return (*structure.attributes.values(), structure.items)
     if isinstance(structure, Derived):
         return (structure.tensor,)
     return structure.leaves if isinstance(structure, Nested) else ()
-
-
-def _is_pytree_leaf(node: Any) -> bool:
-    is_leaf = getattr(pytree, "tree_is_leaf", None) or pytree._is_leaf
-    return bool(is_leaf(node))
 
 
 def items_in(node: Any) -> Iterable[Any]:
@@ -317,7 +331,8 @@ def _level(node: Any) -> tuple[Iterable[Any], pytree.TreeSpec] | None:
         return node, _spec(kind, len(node))
     if kind is dict and _NAMES.issuperset(map(type, node)):
         return node.values(), _spec(dict, tuple(node))
-    if _is_pytree_leaf(node):
+    is_leaf: Any = getattr(pytree, "tree_is_leaf", None) or pytree._is_leaf
+    if is_leaf(node):
         return None
     answers = iter((False,))
     return pytree.tree_flatten(node, is_leaf=lambda _: next(answers, True))
@@ -329,21 +344,11 @@ def _spec(kind: Any, form: int | tuple[str, ...]) -> pytree.TreeSpec:
     return pytree.tree_structure(dict.fromkeys(form) if isinstance(form, tuple) else kind(range(form)))
 
 
-def _emptied(node: Any, attributes: dict[str, Any]) -> Any:
-    """A shallow copy that keeps no tensor of ``node`` alive."""
-    prototype = _copied(node)
-    for name, child in attributes.items():
-        if slots(child):
-            object.__setattr__(prototype, name, None)
+def _emptied(found: OpenObject) -> Any:
+    """A prototype that keeps no tensor alive."""
+    if found.items is not None:
+        return empty(found.prototype)
+    prototype = copied(found.prototype)
+    for name in (name for name, child in found.attributes.items() if slots(child)):
+        object.__setattr__(prototype, name, None)
     return prototype
-
-
-def _copied(node: Any) -> Any:
-    """A shallow copy, past what its class makes of copying: a store may be copied along, and be told of its new owner."""
-    kind: Any = type(node)
-    if not hasattr(kind, "__copy__") or kind.__new__ is not object.__new__:
-        return copy.copy(node)
-    clone = kind.__new__(kind)
-    for name, value in fields(node).items():
-        object.__setattr__(clone, name, value)
-    return clone

@@ -23,8 +23,12 @@ def values_in(structure: Any, way: Way = ()) -> Iterator[tuple[Way, Any]]:
         return
     if isinstance(structure, Slot):
         return
-    if isinstance(structure, OpenObject):
-        children: Iterable[tuple[Any, Any]] = structure.attributes.items()
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(structure, OpenObject) and structure.items is not None:
+        attributes = ((f".{name}", child) for name, child in structure.attributes.items())
+        children = (*attributes, *zip(_keys(structure.items), structure.items.leaves, strict=True))
+    elif isinstance(structure, OpenObject):
+        children = structure.attributes.items()
     elif isinstance(structure, Nested):
         children = zip(_keys(structure), structure.leaves, strict=True)
     else:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.objects import structure
+from lowtide.objects.clones import items_of
 from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, is_open, own_attributes, reachable, refill
 
 _DICTIONARIES = (dict, OrderedDict, defaultdict)
@@ -52,10 +53,13 @@ def are_distinct(given: Sequence[Any]) -> bool:
 
 def _holders(node: Any, given: Any) -> Iterator[Any]:
     if isinstance(node, structure.OpenObject):
-        if own_attributes(given) is not None:
+        if own_attributes(given) is not None or (node.items is not None and not isinstance(given, tuple)):
             yield given
         for name, child in node.attributes.items():
             yield from _holders(child, object.__getattribute__(given, name))
+        inside = () if node.items is None else node.items.leaves
+        for child, one in zip(inside, structure.items_in(items_of(given)), strict=True):
+            yield from _holders(child, one)
     elif isinstance(node, structure.Nested) and type(given) in (tuple, list, *_DICTIONARIES):
         if not isinstance(given, tuple):
             yield given
