@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide
 from lowtide.capture import capture
+from lowtide.capture.python_state.guards.external_effects import ExternalEffects
 from tests.support.training import QUICK, make
 from tests.support.wide import pairs
 
@@ -542,3 +544,15 @@ def test_a_set_whose_copies_have_another_order() -> None:
     assert [*model.of_kind.args[0]] != [*copy.copy(model.of_kind.args[0])]
     lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all", on_capture_error="error")
     assert torch.equal(model(x), _Kinds.forward(model, x))
+
+
+def test_what_stands_for_tensors_keeps_its_own_state() -> None:
+    """A trace's fake tensors lead to what numbers them, which is none of what a pass leaves outside of its model."""
+    with FakeTensorMode() as mode:
+        model = nn.Linear(2, 2)
+    numbers = mode.fake_tensor_converter.meta_converter.describer
+    with ExternalEffects(model, ()):
+        mode.from_tensor(torch.ones(3))
+        latest = numbers.next_tensor_id
+    assert latest > 0
+    assert numbers.next_tensor_id == latest

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.capture.python_state.code.code_names import full_name, is_trusted
 from lowtide.capture.python_state.guards.reach import CODE, Holder, Reach, items_of
@@ -88,7 +89,8 @@ class ExternalEffects(Reach):
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             self.add((hook, full_name(hook)) for hook in hooks if not is_trusted(hook))
         marks = (vars(tensor) for tensor in (*model.parameters(), *model.buffers()))
-        self.add((value, ARGUMENT) for value in (*arguments, *(one for each in marks for one in each.values())))
+        put_on = [one for each in marks for one in each.values() if not isinstance(one, TorchDispatchMode)]  # of a fake
+        self.add((value, ARGUMENT) for value in (*arguments, *put_on))
         kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
         own = [(type(module), item) for module in modules for item in module.__dict__.items()]
         code = [(kind, item) for kind, item in own if isinstance(item[1], (*CODE, types.BuiltinMethodType))]
