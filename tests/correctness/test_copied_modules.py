@@ -239,6 +239,35 @@ def test_modules_that_copy_themselves(how: Callable[[Any], Any]) -> None:
     )
 
 
+class _KeptAsBytes(nn.Module):
+    """Its state has a module as bytes, and makes another one of them: as code that a library has generated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: one for name, one in self._modules.items() if name != "inner"}
+        return {**self.__dict__, "_modules": kept, "bytes": pickle.dumps(self.inner)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        inner = pickle.loads(state.pop("bytes"))
+        super().__setstate__(state)
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def test_modules_with_a_state_of_their_own() -> None:
+    compare_training(
+        lambda: WithLoss(nn.Sequential(nn.Linear(8, 8), _KeptAsBytes(), nn.Tanh(), _KeptAsBytes())),
+        lambda i: ((torch.randn(64, 8, generator=generator(i)),), {}),
+        budgets=("100%",),
+        on_capture_error="error",
+    )
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 def test_modules_made_of_an_exported_program() -> None:
     """Stages of a pipeline that PyTorch splits are, too: each module holds another of torch.fx, which copies itself."""

@@ -24,6 +24,7 @@ _SHARED = (  # by a copy and its original
     torch.finfo, torch.iinfo, torch.fx.Graph, torch.fx.Node, *CONSTANT,
 )  # fmt: skip
 _BOUND = (partial, MethodType)
+_COPYING = ("__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
 
 
 def copy_without_data(
@@ -83,10 +84,11 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copies_itself(kind: type) -> bool:
-    owner = next((each for each in kind.__mro__ if "__deepcopy__" in vars(each)), None)
-    if owner is None:
-        return False
-    return owner.__module__.partition(".")[0] != "torch" or owner.__module__.startswith("torch.fx.")
+    owners = (next((each for each in kind.__mro__ if name in vars(each)), object) for name in _COPYING)
+    return any(
+        one.__module__.partition(".")[0] not in ("torch", "builtins") or one.__module__.startswith("torch.fx.")
+        for one in owners
+    )
 
 
 def _closures(model: nn.Module, held: Set[int]) -> list[tuple[FunctionType, FunctionType]]:
