@@ -124,3 +124,59 @@ def mixtral_loop() -> Sample:
     config._experts_implementation = "eager"
     tokens = torch.randint(0, 256, (2, 128))
     return MixtralForCausalLM(config), (tokens,), {"labels": tokens, "use_cache": False}
+
+
+@outside("minGRU-pytorch")
+def parallel_recurrence() -> Sample:
+    """Gates of tokens alone, by a scan of logarithms, behind convolutions."""
+    from minGRU_pytorch.minLM import minLM
+
+    model = minLM(num_tokens=200, dim=64, depth=3, enable_conv=True, dropout=0.1)
+    return model, (tokens(4, 129),), {"return_loss": True}
+
+
+@outside("stable-baselines3")
+def clipped_policy() -> Sample:
+    """A policy and a value by distributions, with the loss of PPO."""
+    import gymnasium
+    import numpy as np
+    from stable_baselines3.common.policies import ActorCriticPolicy
+
+    seen, acts = (gymnasium.spaces.Box(-1, 1, (size,), np.float32) for size in (8, 2))
+    policy = ActorCriticPolicy(seen, acts, lambda _: 1e-3, net_arch=[256, 256])
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policy = policy
+
+        def forward(self, state: torch.Tensor, action: torch.Tensor, old: torch.Tensor, gain: torch.Tensor) -> Any:
+            value, probability, entropy = self.policy.evaluate_actions(state, action)
+            ratio = (probability - old).exp()
+            clipped = torch.min(gain * ratio, gain * ratio.clamp(0.8, 1.2)).mean()
+            return nn.functional.mse_loss(value.flatten(), gain) - clipped - 0.01 * entropy.mean()
+
+    return Step(), (torch.randn(512, 8), torch.randn(512, 2), torch.randn(512), torch.randn(512)), {}
+
+
+@outside("higher")
+def learning_to_learn() -> Sample:
+    """MAML: gradients through steps of an optimizer, which is called in the forward pass."""
+    import higher
+
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+        def forward(self, seen: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+            losses = []
+            for x, y in zip(seen, known, strict=True):
+                inner = torch.optim.SGD(self.net.parameters(), lr=1e-2)
+                with higher.innerloop_ctx(self.net, inner, copy_initial_weights=False) as (net, steps):
+                    for _ in range(3):
+                        steps.step(nn.functional.mse_loss(net(x), y))
+                    losses.append(nn.functional.mse_loss(net(-x), y))
+            return torch.stack(losses).mean()
+
+    return Tasks(), (torch.randn(4, 64, 1), torch.randn(4, 64, 1)), {}

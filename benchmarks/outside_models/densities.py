@@ -274,3 +274,46 @@ def conditional_unet() -> Sample:
     model = UNet2DConditionModel(**sizes, **blocks, attention_head_dim=8, norm_num_groups=8, dropout=0.1)
     given = {"encoder_hidden_states": torch.randn(2, 8, 32), "return_dict": False}
     return model, (torch.randn(2, 4, 16, 16), torch.tensor([3, 7])), given
+
+
+@outside("pythae")
+def riemannian_autoencoder() -> Sample:
+    """Steps along gradients of a Hamiltonian; what it has seen is kept; returns dictionaries of a class of its own."""
+    from pythae.models import RHVAE, RHVAEConfig
+
+    model = RHVAE(RHVAEConfig(input_dim=(1, 28, 28), latent_dim=4, n_lf=2))
+    return model, ({"data": torch.rand(32, 1, 28, 28)},), {}
+
+
+@outside("rectified-flow-pytorch")
+def rectified_flow() -> Sample:
+    """Straight paths from noise to images."""
+    from rectified_flow_pytorch import RectifiedFlow, Unet
+
+    return RectifiedFlow(Unet(dim=16, dim_mults=(1, 2))), (torch.rand(4, 3, 32, 32),), {}
+
+
+@outside("blitz-bayesian-pytorch")
+def bayesian_recurrence() -> Sample:
+    """Weights are drawn in every call; the loss is of several calls, and of what the layers keep of their densities."""
+    from blitz.modules import BayesianLSTM
+    from blitz.utils import variational_estimator
+
+    @variational_estimator
+    class Series(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrence, self.last = BayesianLSTM(1, 16, prior_sigma_1=1, prior_pi=1), nn.Linear(16, 1)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.last(self.recurrence(x)[0][:, -1])
+
+    class Bound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.series: Any = Series()
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return self.series.sample_elbo(x, y, nn.MSELoss(), sample_nbr=3, complexity_cost_weight=1e-3)
+
+    return Bound(), (torch.randn(32, 20, 1), torch.randn(32, 1)), {}

@@ -331,3 +331,14 @@ def infini_transformer() -> Sample:
     model = InfiniTransformer(**sizes, use_mem_delta_rule=True)
     wrapper = InfiniTransformerWrapper(model, segment_length=32, detach_mems_every_num_segments=2)
     return wrapper, (tokens(2, 128),), {}
+
+
+@outside("coconut-pytorch")
+def continuous_thoughts() -> Sample:
+    """Hidden states are read again in place of tokens, with keys and values that grow."""
+    from coconut_pytorch import Coconut
+
+    model = Coconut(
+        num_reasoning_steps=3, transformer={"num_tokens": 200, "dim": 64, "depth": 2, "heads": 4, "dim_head": 16}
+    )
+    return model, (tokens(4, 32), tokens(4, 16)), {}

@@ -299,3 +299,31 @@ def molecular_potential() -> Sample:
         "ptr": torch.tensor([0, 16]),
     }
     return Potential(), (molecule,), {}
+
+
+@outside("spikingjelly")
+def leaky_neurons() -> Sample:
+    """Neurons that keep a potential from step to step, and are reset by the model."""
+    from spikingjelly.activation_based import functional, layer, neuron, surrogate
+
+    def block(before: int, after: int, kind: Any) -> list[nn.Module]:
+        return [
+            layer.Conv2d(before, after, 3, padding=1),
+            layer.BatchNorm2d(after),
+            kind(surrogate_function=surrogate.ATan()),
+        ]
+
+    body = [*block(3, 16, neuron.LIFNode), layer.MaxPool2d(2), *block(16, 32, neuron.ParametricLIFNode)]
+
+    class Spiking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*body, layer.AdaptiveAvgPool2d(1), layer.Flatten(), layer.Linear(32, 10))
+            functional.set_step_mode(self.net, "m")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            functional.reset_net(self.net)
+            rate: torch.Tensor = self.net(x.expand(4, *x.shape)).mean(0)
+            return rate
+
+    return Spiking(), (image(8, 32),), {}

@@ -229,3 +229,24 @@ def filter_bank() -> Sample:
             return result
 
     return Network(), (torch.randn(2, 1, 4000),), {}
+
+
+@outside("bs-roformer")
+def band_split() -> Sample:
+    """Attention over time and over bands of a spectrum, several residual streams, losses of several transforms."""
+    from bs_roformer import BSRoformer
+
+    transform = {"dim_freqs_in": 65, "stft_n_fft": 128, "stft_hop_length": 64, "stft_win_length": 128}
+    sizes = {"depth": 1, "dim_head": 16, "heads": 2, "multi_stft_resolutions_window_sizes": (256, 128)}
+    model = BSRoformer(32, freqs_per_bands=(4,) * 8 + (33,), flash_attn=False, **transform, **sizes)
+    return model, (sound(4, 2048),), {"target": sound(4, 2048)}
+
+
+@outside("snac")
+def multiscale_codec() -> Sample:
+    """Codes of several rates, noise in the decoder, weights by norms."""
+    from snac import SNAC
+
+    rates = {"encoder_rates": [2, 4], "decoder_rates": [4, 2], "vq_strides": [4, 2, 1]}
+    sizes = {"encoder_dim": 8, "decoder_dim": 64, "codebook_size": 64, "codebook_dim": 4}
+    return SNAC(**sizes, **rates, attn_window_size=None), (sound(4, 2048).unsqueeze(1),), {}

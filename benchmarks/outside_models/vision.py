@@ -258,3 +258,60 @@ def captions() -> Sample:
     depths = {"unimodal_depth": 2, "multimodal_depth": 2, "dim_head": 16, "heads": 4}
     model = CoCa(dim=64, img_encoder=encoder, image_dim=64, num_tokens=200, **depths)
     return model, (tokens(2, 32), image(2, 32)), {"return_loss": True}
+
+
+@outside("lightly")
+def masked_autoencoder() -> Sample:
+    """Tokens that random numbers choose, put in their places again."""
+    from lightly.models import utils
+    from lightly.models.modules import MAEDecoderTIMM, MaskedVisionTransformerTIMM
+    from timm.models.vision_transformer import VisionTransformer
+
+    class Autoencoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            vit = VisionTransformer(img_size=64, patch_size=8, embed_dim=64, depth=4, num_heads=4)
+            self.encoder = MaskedVisionTransformerTIMM(vit=vit)
+            sizes = {
+                "embed_dim": 64,
+                "decoder_embed_dim": 48,
+                "decoder_depth": 2,
+                "decoder_num_heads": 4,
+                "mlp_ratio": 2.0,
+            }
+            drops = {"proj_drop_rate": 0.1, "attn_drop_rate": 0.0}
+            self.decoder = MAEDecoderTIMM(num_patches=64, patch_size=8, **sizes, **drops)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            size = images.shape[0], self.encoder.sequence_length
+            keep, hidden = utils.random_token_mask(size=size, mask_ratio=0.75, device=images.device)
+            seen = self.decoder.embed(self.encoder.encode(images=images, idx_keep=keep))
+            filled = utils.set_at_index(utils.repeat_token(self.decoder.mask_token, size), keep, seen)
+            found = self.decoder.predict(utils.get_at_index(self.decoder.decode(filled), hidden))
+            return nn.functional.mse_loss(found, utils.get_at_index(utils.patchify(images, 8), hidden - 1))
+
+    return Autoencoder(), (image(16, 64),), {}
+
+
+@outside("segment-anything")
+def promptable_masks() -> Sample:
+    """Windows with relative positions; points of each image by the labels that they have."""
+    from segment_anything.modeling import ImageEncoderViT, MaskDecoder, PromptEncoder, TwoWayTransformer
+
+    class Segmenter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            windows = {"use_rel_pos": True, "global_attn_indexes": [1], "window_size": 4, "out_chans": 32}
+            self.encoder = ImageEncoderViT(64, 8, embed_dim=64, depth=4, num_heads=4, **windows)
+            self.prompts = PromptEncoder(32, (8, 8), (64, 64), mask_in_chans=16)
+            decoder = TwoWayTransformer(depth=2, embedding_dim=32, num_heads=4, mlp_dim=64)
+            self.decoder = MaskDecoder(transformer_dim=32, transformer=decoder)
+
+        def forward(self, images: torch.Tensor, points: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+            found, place = [], self.prompts.get_dense_pe()
+            for features, where, kind in zip(self.encoder(images), points, labels, strict=True):
+                sparse, dense = self.prompts((where[None], kind[None]), None, None)
+                found += self.decoder(features[None], place, sparse, dense, multimask_output=True)
+            return found
+
+    return Segmenter(), (image(4, 64), torch.rand(4, 2, 2) * 64, torch.tensor([[1, 0], [1, 1], [0, 1], [1, 0]])), {}

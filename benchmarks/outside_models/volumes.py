@@ -145,3 +145,28 @@ def gmlp_vision() -> Sample:
 
     model = gMLPVision(image_size=64, patch_size=8, num_classes=10, dim=128, depth=6, prob_survival=0.9)
     return model, (torch.randn(8, 3, 64, 64),), {}
+
+
+@outside("lightly")
+def contrast_with_a_queue() -> Sample:
+    """MoCo: an average of the encoder, moved in the forward pass, and a bank of what it has seen."""
+    from lightly.loss import NTXentLoss
+    from lightly.models.modules import MoCoProjectionHead
+    from lightly.models.utils import deactivate_requires_grad, update_momentum
+    from torchvision.models import resnet18
+
+    class Contrast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.average = (
+                nn.Sequential(resnet18(num_classes=64), MoCoProjectionHead(64, 64, 32)) for _ in range(2)
+            )
+            deactivate_requires_grad(self.average)
+            self.loss = NTXentLoss(memory_bank_size=(64, 32))
+
+        def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            update_momentum(self.encoder, self.average, m=0.9)
+            loss: torch.Tensor = self.loss(self.encoder(one), self.average(other).detach())
+            return loss
+
+    return Contrast(), (image(8, 64), image(8, 64)), {}
