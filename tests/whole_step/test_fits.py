@@ -198,7 +198,7 @@ def test_named_devices() -> None:
     ("options", "why"),
     [
         ({"device": "L4-24GB"}, r'not in the table, which has .*a100-..GB.*; give its memory alone, such as "24GB"'),
-        ({"device": "much"}, "'much' is not a device memory"),
+        ({"device": "A100"}, "'A100' is not a device memory.* by its name has the gigabytes beside it: a100-..GB"),
         ({"device": 0}, "not positive"),
         ({"device": "1GiB", "optimizer": "Sophia"}, "torch.optim has no optimizer 'Sophia'; it has .*adamw"),
         ({"device": "1GiB", "optimizer": 3}, "optimizer is a int; give an optimizer, a class"),

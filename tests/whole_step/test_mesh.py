@@ -74,7 +74,7 @@ def test_every_block_checkpointed() -> None:
     """The schedule is a valid one, and runs each operator of a block's forward pass that its backward pass needs again."""
     model, kwargs = llama()
     with pretended({"dp": 2}) as mesh:
-        spread(model, mesh)
+        model = spread(model, mesh)
         plan = lowtide.plan(model, (), kwargs, budget="100%", planner="keep-all")
     schedule = checkpointed(plan.graph, plan.costs, [f"model.layers.{i}" for i in range(2)])
     check(plan.graph, schedule)
@@ -120,6 +120,20 @@ def test_a_function_that_spreads_its_model_itself() -> None:
         fully_shard(model, mesh=mesh["dp"])
         fit = lowtide.fits(model, (), kwargs, mesh="dp=2", device="64GiB", planner="keep-all")
     assert dict(fit.passes)["without a plan"].collectives == 2, "one unit: one gather, one reduction"
+
+
+def test_a_model_asked_about_twice() -> None:
+    """It stays whole, whatever the mesh; an optimizer of its parameters counts for the part of a rank, as its class does."""
+    model, kwargs = llama()
+    whole, optimizer = dict(model.named_parameters()), torch.optim.AdamW(model.parameters())
+    for mesh in ("dp=2,tp=2", "dp=4", "dp=2,tp=2"):
+        options: dict[str, Any] = {"mesh": mesh, "device": "H100-80GB", "planner": "auto{effort=0}"}
+        one, other = (lowtide.fits(model, (), kwargs, optimizer=each, **options) for each in (optimizer, "AdamW"))
+        assert one.to_json() == other.to_json()
+        assert one.model == "LlamaForCausalLM"
+        assert dict(model.named_parameters()) == whole
+        assert optimizer.param_groups[0]["params"] == [*whole.values()]
+    assert not optimizer.state
 
 
 def test_blocks() -> None:

@@ -73,6 +73,11 @@ def optimizer_like(optimizer: Optimizer, parameter: Tensor) -> torch.optim.Optim
     return _maker(optimizer)[1]({parameter: nn.Parameter(torch.empty_like(local_of(parameter), device="meta"))})
 
 
+def for_parameters(optimizer: Optimizer, others: Copies) -> Optimizer:
+    """One like it for the ``others`` that its parameters have by now; what makes optimizers, as it is."""
+    return _like(optimizer, others) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+
+
 def _maker(optimizer: Optimizer) -> tuple[str, Make]:
     """Its name, and what makes one like it of copies of its parameters. Raises ``PlanError`` for what is none."""
     if isinstance(optimizer, str):

@@ -28,7 +28,7 @@ from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, simulate
 from lowtide.ir.costs import check_second_memory
 from lowtide.planning import make_plan
 from lowtide.program import Program
-from lowtide.program.optimizer_state import Optimizer, optimizer_state_bytes
+from lowtide.program.optimizer_state import Optimizer, for_parameters, optimizer_state_bytes
 from lowtide.program.sizes import held_bytes
 from lowtide.program.tangents import with_own_tangents
 from lowtide.progress import Progress, told
@@ -76,7 +76,7 @@ def fits(
     ``offload_budget`` of them at one time.
 
     ``mesh``: sizes by dimension, such as ``"dp=8,tp=4"``, of a cluster of such devices that is not there: the answer is of one
-    of its ranks (``lowtide.whole_step.mesh``; the arguments are those of a rank). The model is spread over it, and stays so.
+    of its ranks (``lowtide.whole_step.mesh``; the arguments are those of a rank), over which a copy of the model is spread.
     ``link``: the link between ranks, or one for each dimension (``"tp=nvlink,dp=infiniband-ndr"``), of ``lowtide.cost.links``.
     Of a mesh with ``pp=`` the model is the ``stage`` of this number, from 0 on, of a pipeline that runs so many
     ``micro_batches`` by 1F1B; the arguments are those of one of them.
@@ -94,15 +94,17 @@ def fits(
         raise PlanError("offload= does not go with the micro-batches of a pipeline.")
     if own is not None and own.number:
         args = received(args, first=False)
-    with told(type(model).__name__, on_progress) as tell, contextlib.ExitStack() as stack:
+    title = type(model).__name__
+    with told(title, on_progress) as tell, contextlib.ExitStack() as stack:
         between = None
         if sizes is not None:
             links = parse_links(link, sizes, name)
             made = stack.enter_context(pretended(sizes)) if current_mesh() is None else current_mesh()
-            spread(model, made)
+            whole, model = model, spread(model, made)
+            optimizer = for_parameters(optimizer, _counterparts(whole, model))
             between = link_of(made, links)
         fit, program, costs = _without_plan(model, args, kwargs, device, name, optimizer, between)
-        fit = replace(fit, capacity_bytes=capacity, mesh=mesh or "")
+        fit = replace(fit, model=title, capacity_bytes=capacity, mesh=mesh or "")
         if own is not None:
             fit = _of_stage(fit, own, Member(program, costs), args, links["pp"])
         if reserve is not None:
@@ -114,6 +116,11 @@ def fits(
         if sizes is not None:
             return replace(fit, passes=_passes(fit, model, Member(program, costs)))
         return fit if fit else _inside(fit, program, model, optimizer, costs, name, planned)
+
+
+def _counterparts(whole: nn.Module, spread: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+    """By the parameters of a model, those of the same model that is spread."""
+    return {parameter: spread.get_parameter(name) for name, parameter in whole.named_parameters()}
 
 
 def _of_stage(fit: Fit, stage: Stage, member: Member, args: Sequence[Any], link: Link) -> Fit:
@@ -232,16 +239,19 @@ def _host(offload: str, budget: int | str | None, name: str, costs: Costs) -> Se
 def _device(device: int | str) -> tuple[str, int]:
     """Its name in the table of devices, ``"auto"`` where it has none, and its bytes."""
     found = _NAMED.fullmatch(device.strip()) if isinstance(device, str) else None
+    names = ", ".join(f"{name}-..GB" for name in DEVICES if name != "cpu")
     if found is not None and not found["name"].strip().replace(".", "").isdigit():
         try:
             return get_device(found["name"]).name, int(float(found["gigabytes"]) * 10**9)
         except CostError:
-            names = ", ".join(f"{name}-..GB" for name in DEVICES if name != "cpu")
             raise PlanError(
                 f"device {device!r} is not in the table, which has {names}; give its memory alone, such as "
                 f'"{found["gigabytes"]}GB", and times are those of this machine.'
             ) from None
-    return "auto", parse_budget(device, None, what="device memory")
+    try:
+        return "auto", parse_budget(device, None, what="device memory")
+    except PlanError as error:
+        raise PlanError(f"{error} A device by its name has the gigabytes beside it: {names}.") from None
 
 
 def _largest(graph: Graph, costs: Costs, storages: Iterable[int]) -> tuple[tuple[str, int], ...]:

@@ -8,6 +8,7 @@ that is spread already is taken as it is.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture.copies import copy_without_data
+from lowtide.capture.model_state import model_state
 from lowtide.cost.devices import get_device
 from lowtide.cost.links import LINKS, Link, get_link
 from lowtide.errors import CostError, PlanError
@@ -95,14 +98,17 @@ def current_mesh() -> Any:
     return _MADE[-1] if _MADE else None
 
 
-def spread(model: nn.Module, mesh: Any) -> None:
-    """Make ``model`` parallel over ``tp`` and sharded over ``dp``, where it is not yet. Raises ``PlanError`` for a model that
-    does not say how it is parallel by tensors."""
+def spread(model: nn.Module, mesh: Any) -> nn.Module:
+    """A copy of ``model`` that is parallel over ``tp`` and sharded over ``dp``; of one that is distributed already, itself, and
+    sharded where it is not yet. Raises ``PlanError`` for a model that does not say how it is parallel by tensors."""
     names = mesh.mesh_dim_names
-    if "tp" in names and mesh["tp"].size() > 1 and not any(map(is_distributed, model.parameters())):
-        from torch.distributed.tensor.parallel import parallelize_module
+    if not any(map(is_distributed, model.parameters())):
+        tensors = model_state(model).registered
+        model, _ = copy_without_data(model, tensors, [copy.deepcopy(tensor) for tensor in tensors])
+        if "tp" in names and mesh["tp"].size() > 1:
+            from torch.distributed.tensor.parallel import parallelize_module
 
-        parallelize_module(model, mesh["tp"], _styles(model), src_data_rank=None)
+            parallelize_module(model, mesh["tp"], _styles(model), src_data_rank=None)
     shards = tuple(name for name in ("replicate", "dp") if name in names)
     if shards and not is_sharded(model):
         from torch.distributed.fsdp import fully_shard
@@ -111,6 +117,7 @@ def spread(model: nn.Module, mesh: Any) -> None:
         for block in blocks_of(model):
             fully_shard(block, mesh=inner)
         fully_shard(model, mesh=inner)
+    return model
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
