@@ -528,6 +528,46 @@ def test_another_thread_draws_meanwhile() -> None:
     assert "__getattribute__" not in vars(nn.Module)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before the forward pass", "before the backward pass"])
+def test_another_thread_captures_meanwhile(late: bool) -> None:
+    """What a capture replaces in PyTorch's classes is no change of another thread's model, which keeps its plan."""
+    inside, leave = threading.Event(), threading.Event()
+
+    @torch.library.custom_op("lowtide_changes::stays", mutates_args=())
+    def stays(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @stays.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        leave.wait(60)
+        return torch.empty_like(x)
+
+    class Stays(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(stays(x))
+
+    class Two(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = super().forward(x)
+            return y.square().mean(), y.sin().sum()
+
+    model, x = Two(8, 8), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    plain(x)[0].backward()
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy", on_new_signature="error")
+    other = threading.Thread(target=lambda: lowtide.plan(Stays(8, 8), (x,), budget="100%"))
+    results = model(x) if late else None
+    other.start()
+    assert inside.wait(60)
+    threading.Timer(0.2, leave.set).start()
+    loss, _ = model(x) if results is None else results
+    loss.backward()
+    other.join()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    assert len(lowtide.plans(model)) == 1, "for gradients of the first result alone"
+
+
 def test_arrays_among_the_arguments() -> None:
     """Two long ones differ, though they are written the same way."""
 

@@ -8,7 +8,6 @@ tensors (``convert.trial``).
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +52,7 @@ from lowtide.capture.trace.fake_inputs import fakes_of
 from lowtide.capture.trace.joint import export_joint
 from lowtide.capture.trace.origins import period_of_casts
 from lowtide.capture.trace.packed import refuse_later_terms
+from lowtide.capture.trace.patches import CAPTURING
 from lowtide.capture.trace.sizes import SymbolicSizes
 from lowtide.capture.trace.writes import GradientRequiredError
 from lowtide.capture.traced_model import TracedCall, TracedModel
@@ -68,7 +68,6 @@ from lowtide.program.results import GradientMask
 from lowtide.program.scalars import with_scalars, with_scalars_of
 
 Rewrite = Callable[[torch.fx.GraphModule], None]
-_LOCK = threading.RLock()  # tracing changes PyTorch's state, and Python's generators, for the whole process
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ def capture(
     depends on data in a way that cannot be answered before it runs, or uses something unsupported.
     """
     # A trace makes few cycles and many objects: the collector would look at all of the process again and again.
-    with _LOCK, collector_held():
+    with CAPTURING, collector_held():
         state = model_state(model)
         tensors, arguments = flat_arguments(args, kwargs, state.tensors)
         check(model, (*state.tensors, *tensors))

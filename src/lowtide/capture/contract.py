@@ -23,6 +23,7 @@ from lowtide.capture.python_state.guards.reads import Place, Read
 from lowtide.capture.python_state.guards.standing import CountedNumber
 from lowtide.capture.python_state.paths import AttributePath, value_at
 from lowtide.capture.rehearsal import Effects
+from lowtide.capture.trace.patches import CAPTURING
 from lowtide.objects import structure
 from lowtide.objects.keys import fingerprint
 from lowtide.objects.places import current
@@ -81,7 +82,8 @@ class Conditions:
 
     def changed_since(self) -> str:
         """In words, what code that runs in the backward pass would find to be another one than in the forward pass."""
-        return next((text for text, _ in self.guards[0].changed(self.late)), "")
+        with CAPTURING:  # in another thread it replaces some of that meanwhile
+            return next((text for text, _ in self.guards[0].changed(self.late)), "")
 
     def other_tensors(self, model: nn.Module) -> set[AttributePath]:
         """Attributes whose tensors are not those that they have to be."""

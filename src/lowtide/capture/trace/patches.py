@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+CAPTURING = threading.RLock()  # held by who replaces attributes to trace: they are replaced in the whole process
 STANDS_FOR = "_lowtide_stands_for"  # attribute of a function or a class that is in another's place: that one
 
 

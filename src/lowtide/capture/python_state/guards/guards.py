@@ -32,6 +32,7 @@ from lowtide.capture.python_state.guards.reads import (
 )
 from lowtide.capture.python_state.guards.standing import ComparedNumber
 from lowtide.capture.python_state.paths import AttributePath, named, owned, value_at
+from lowtide.capture.trace.patches import CAPTURING
 from lowtide.objects import structure
 from lowtide.objects.keys import tensor_key
 from lowtide.objects.places import current, index_of, part_name
@@ -104,14 +105,18 @@ class Guards:
         )
 
     def hold(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether everything is as it was; ``modules`` are all of the model's."""
+        """Whether everything is as it was; ``modules`` are all of the model's. Where another thread captures, what it replaces
+        meanwhile is there again first."""
         if self._quick and self._quick[-1]():
             return True
-        if next(self._broken(modules), None) is not None:
-            return False
-        if len(self._quick) < _MOST_REMAKES:
-            self._quick.append(Unchanged(modules, self.reads, self.contents, self.hidden, self.files))
-        return True
+        with CAPTURING:
+            if self._quick and self._quick[-1]():
+                return True
+            if next(self._broken(modules), None) is not None:
+                return False
+            if len(self._quick) < _MOST_REMAKES:
+                self._quick.append(Unchanged(modules, self.reads, self.contents, self.hidden, self.files))
+            return True
 
     def broken(self, model: nn.Module) -> str:
         """In words, what is not as it was."""
