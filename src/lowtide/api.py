@@ -16,6 +16,7 @@ from lowtide.capture.refusals import require_module
 from lowtide.dynamic.context import is_inside
 from lowtide.errors import PlanError
 from lowtide.planning import Plan
+from lowtide.program.distributed.local import hooked
 from lowtide.program.optimizer_state import optimizer_state_bytes
 from lowtide.program.tangents import with_own_tangents
 from lowtide.progress import Progress, told
@@ -182,11 +183,6 @@ def _require_plannable(model: nn.Module) -> None:
         raise PlanError(
             f"submodule {inner!r} is rematerialized already; restore it, or leave the outer model as it is."
         )
-    tensors = [*model.parameters(), *model.buffers()]
-    if tensors and all(tensor.is_meta for tensor in tensors):
-        raise PlanError(
-            "a model on the meta device can be planned (lowtide.plan) but not run; move it to a device first."
-        )
 
 
 def restore(model: Model) -> Model:
@@ -276,6 +272,7 @@ def plan(
     with told(type(model).__name__, on_progress) as tell:
         with torch.enable_grad():
             terms_from = len(model_state(model).tensors)  # as ``rematerialize`` has it
+            args, kwargs = hooked(model, args, kwargs or {})
             program = pipeline.captured_program(model, args, kwargs, settings, terms_from=terms_from).program
 
         def planned(settings: Settings) -> Plan:

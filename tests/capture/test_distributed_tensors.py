@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import lowtide
 from lowtide.capture import capture
 from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.cache import CostCache
@@ -128,3 +129,23 @@ def test_a_distributed_result_is_formed_again(mesh: DeviceMesh) -> None:
     result, _ = captured.contract.fulfil(model, [torch.randn(4, 8)], ())
     assert isinstance(result, DTensor)
     assert result.shape == (4, 16)
+
+
+@pytest.mark.parametrize("ask", ["plan", "rematerialize", "fits"])
+def test_arguments_that_the_model_itself_distributes(mesh: DeviceMesh, ask: str) -> None:
+    """Hooks on a model of distributed modules make its arguments, so those of a sample, too."""
+    model = distribute_module(
+        nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)),
+        mesh,
+        input_fn=lambda _, inputs, mesh: tuple(distribute_tensor(one, mesh, [Shard(0)]) for one in inputs),
+        output_fn=lambda _, output, __: output.to_local(),
+    )
+    x = torch.randn(4, 8)
+    if ask == "fits":
+        assert lowtide.fits(model, (x,), device="1GiB").input_bytes == x.nbytes / 2
+    elif ask == "plan":
+        assert lowtide.plan(model, (x,), budget="100%").graph.ops
+    else:
+        lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error", on_new_signature="error")
+        model(x).sum().backward()
+        assert isinstance(model[0].weight.grad, DTensor)

@@ -140,8 +140,22 @@ def test_meta_model_can_be_planned_but_not_run() -> None:
         model, x = _network(), torch.empty(64, 32)
     plan = lowtide.plan(model, (x,), {}, budget="70%", planner="greedy")
     assert plan.peak_bytes <= plan.budget_bytes
-    with pytest.raises(lowtide.LowtideError, match="meta"):
+    with pytest.raises(lowtide.PlanError, match="on the meta device can be planned"):
         lowtide.rematerialize(model, (x,), budget="70%")
+
+
+def test_meta_model_whose_memory_comes_later() -> None:
+    """As trainers have it, who make the parameters when they have wrapped the model."""
+    with torch.device("meta"):
+        model, x = _network(), torch.empty(64, 32)
+    lowtide.rematerialize(model, budget="70%", planner="greedy")
+    with pytest.raises(lowtide.PlanError, match="on the meta device can be planned"):
+        model(x)
+    plain = make(_network)
+    model.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    assert_same_records(run_training(model, rows(), _STEP, 2), run_training(plain, rows(), _STEP, 2))
+    (plan,) = lowtide.plans(model)
+    assert plan.peak_bytes <= plan.budget_bytes
 
 
 def test_meta_model_knows_its_own_constants() -> None:

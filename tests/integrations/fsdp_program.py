@@ -305,11 +305,13 @@ def saved_and_resumed() -> None:
 
 
 def from_meta() -> None:
-    """Parameters that are made after sharding."""
+    """Parameters that are made after sharding; the model is rematerialized before they are, or afterwards."""
     runs = []
-    for budget in ("50%", None):
+    for when in ("before", "after", "never"):
         with torch.device("meta"):
             model: Any = build_model(SHAPE)
+        if when == "before":
+            lowtide.rematerialize(model, budget="50%", planner=_PLANNER)
         for block in model.transformer.h:
             fully_shard(block)
         fully_shard(model)
@@ -319,13 +321,15 @@ def from_meta() -> None:
             nn.init.normal_(local(parameter), std=0.02)
         for name, buffer in model.named_buffers():
             raise AssertionError(f"{name} {buffer.shape} is not set")
-        if budget:
-            lowtide.rematerialize(model, budget=budget, planner=_PLANNER)
+        if when == "after":
+            lowtide.rematerialize(model, budget="50%", planner=_PLANNER)
         torch.manual_seed(dist.get_rank())
         run = Run(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         run.train(batches(3))
         runs.append(run)
-    assert_same(*runs)
+    for run in runs[:2]:
+        assert len(lowtide.plans(run.model)) == 1
+        assert_same(run, runs[2])
 
 
 def other_shapes() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from lowtide.program.distributed.local import sharding_hooks
 from lowtide.program.distributed.sharded import is_sharded, state_of
 
 _BOOKKEEPING = "__composable_api"  # the keys under which torch.distributed's module APIs keep their state
@@ -39,7 +40,7 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _fill(clone: nn.Module, module: nn.Module, memo: dict[int, Any], is_root: bool) -> None:
-    theirs = set(_own_hooks(module))
+    theirs = set(sharding_hooks(module))
     for name, value in module.__dict__.items():
         if is_bookkeeping(name):
             continue
@@ -91,10 +92,3 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return gradients
-
-
-def _own_hooks(module: nn.Module) -> Iterator[int]:
-    """The keys of the hooks that FSDP2 has on it."""
-    state = state_of(module)
-    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-        yield from (each.id for each in getattr(handle, "handles", (handle,)))

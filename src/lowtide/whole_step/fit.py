@@ -28,6 +28,7 @@ from lowtide.ir import Costs, Graph, SecondMemory, keep_all_schedule, simulate
 from lowtide.ir.costs import check_second_memory
 from lowtide.planning import make_plan
 from lowtide.program import Program
+from lowtide.program.distributed.local import hooked
 from lowtide.program.optimizer_state import Optimizer, for_parameters, optimizer_state_bytes
 from lowtide.program.sizes import held_bytes
 from lowtide.program.tangents import with_own_tangents
@@ -103,6 +104,7 @@ def fits(
             whole, model = model, spread(model, made)
             optimizer = for_parameters(optimizer, _counterparts(whole, model))
             between = link_of(made, links)
+        args, kwargs = hooked(model, args, kwargs or {})
         fit, program, costs = _without_plan(model, args, kwargs, device, name, optimizer, between)
         fit = replace(fit, model=title, capacity_bytes=capacity, mesh=mesh or "")
         if own is not None:

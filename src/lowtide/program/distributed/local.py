@@ -10,7 +10,7 @@ import contextlib
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,17 +111,28 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 def hooked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Arguments of a call as the hooks on a model that is distributed itself, not in its modules alone, hand them on."""
-    if not any(is_distributed(one) for one in model._parameters.values() if one is not None):
+    """Arguments of a call as the hooks on a model with distributed parameters hand them on, but for FSDP2's: what makes it
+    parallel may distribute them there."""
+    if not (isinstance(args, Sequence) and any(map(is_distributed, model.parameters()))):
         return args, kwargs
-    args = tuple(args)
+    args, theirs = tuple(args), set(sharding_hooks(model))
     for number, hook in model._forward_pre_hooks.items():
+        if number in theirs:
+            continue
         if number in model._forward_pre_hooks_with_kwargs:
             args, kwargs = hook(model, args, kwargs) or (args, kwargs)
         else:
             found = hook(model, args)
             args = args if found is None else found if isinstance(found, tuple) else (found,)
     return args, kwargs
+
+
+def sharding_hooks(module: nn.Module) -> Iterator[int]:
+    """The keys of the hooks that FSDP2 has on it."""
+    if sharded.is_sharded(module):
+        state = sharded.state_of(module)
+        for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+            yield from (each.id for each in getattr(handle, "handles", (handle,)))
 
 
 def spec_of(tensor: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from lowtide.capture.python_state.effects import attribute_effects
 from lowtide.capture.python_state.guards.reads import Read
 from lowtide.capture.python_state.paths import named
 from lowtide.capture.trace.autocast import is_kept
-from lowtide.errors import ExecutionError
+from lowtide.errors import ExecutionError, PlanError
 from lowtide.ir import Schedule, simulate
 from lowtide.lower import Addresses, Lowered, lower
 from lowtide.memory.arena import Arena
@@ -51,8 +51,12 @@ Names = tuple[tuple[str, ...], ...]
 
 def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], names: Names, tree: Any) -> Signature:
     """Structure and non-tensor values of the call (``tree``), names of the model's tensors, layout and distribution of every
-    flat input, flags of the modules, autocast and modes."""
+    flat input, flags of the modules, autocast and modes. Raises ``PlanError`` for a call without memory."""
     device_type, specs = device_of_inputs(inputs).type, specs_of(inputs)
+    if device_type == "meta":
+        raise PlanError(
+            "a model on the meta device can be planned (lowtide.plan) but not run; move it to a device first."
+        )
     autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
     return (
         names,
