@@ -27,7 +27,7 @@ from lowtide.program import Program
 from lowtide.program.distributed.local import hooked
 from lowtide.program.distributed.sharded import is_sharded
 from lowtide.program.sizes import device_of_inputs, kept_bytes
-from lowtide.runtime.calls.differentiated import DifferentiatedAgain
+from lowtide.runtime.calls.differentiated import DifferentiatedAgain, OwnCall
 from lowtide.runtime.calls.waiting import WaitingCalls
 from lowtide.runtime.online_calls import OnlineCalls
 from lowtide.runtime.online_instead import OnlineInstead
@@ -91,10 +91,10 @@ class Rematerialized(Planned):
 
     def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
         self._instead.watch(inputs, len(state.tensors))
-        watched = self._root is None and self.optimizer is None
-        kind = self.differentiated.kind_of(inputs, sys._getframe(1)) if watched else None
+        kind = self.differentiated.kind_of(inputs, sys._getframe(1)) if self._root is None else None
         if kind is not None:
-            return self.differentiated.run(kind, self.original_forward, sample.args, sample.kwargs)
+            own = OwnCall(inputs, self.optimizer)
+            return self.differentiated.run(kind, self.original_forward, sample.args, sample.kwargs, own)
         self._split_waiting()
         try:
             return super()._run(sample, inputs, state, tree)

@@ -12,6 +12,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +21,29 @@ from torch import nn
 from lowtide.capture.python_state.code.code_names import codes, is_trusted, named_by, parts_of
 from lowtide.objects import structure
 from lowtide.objects.walk import variables
+from lowtide.runtime.updates.optimizer import UpdatingOptimizer
+from lowtide.runtime.updates.spent import fill_zeroed
 
 _LOG = logging.getLogger(__name__)
 _NAME = "create_graph"
 _DEFINED = (types.FunctionType, classmethod, staticmethod, property)
 _DEEP = 3  # calls
 WHY = f"backward passes through it are differentiated again ({_NAME}=True), which those of a planned program cannot be"
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class OwnCall:
+    """A call with these flat inputs that runs by the model's own code, and waits for its backward pass as planned ones do."""
+
+    inputs: list[torch.Tensor]
+    optimizer: UpdatingOptimizer | None = None
+    generator: Any = True
+    received: bool = False
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None:
+            fill_zeroed(self.optimizer.optimizer)
+            self.optimizer.called(self)
 
 
 class DifferentiatedAgain:
@@ -55,10 +73,11 @@ class DifferentiatedAgain:
         """Whether no call of the kind has run like this."""
         return kind not in self._run
 
-    def run(self, kind: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``forward(*args, **kwargs)``, of this kind; listens to the backward passes through what it returns."""
+    def run(self, kind: Any, forward: Callable[..., Any], args: Any, kwargs: Any, call: OwnCall | None = None) -> Any:
+        """``forward(*args, **kwargs)``, of this kind; listens to the backward passes through what it returns. ``call`` lasts as
+        long as one may come, and updates nothing from when one is differentiated in turn."""
         self._run.add(kind)
-        heard = functools.partial(self._heard, kind)
+        heard = functools.partial(self._heard, kind, call)
         result = forward(*args, **kwargs)
         nodes = {tensor.grad_fn for tensor in structure.flatten(result)[0]} - {None}
         for node in nodes:
@@ -67,12 +86,14 @@ class DifferentiatedAgain:
             self._kinds.setdefault(kind, False)
         return result
 
-    def _heard(self, kind: Any, gradients: Any) -> None:
+    def _heard(self, kind: Any, call: OwnCall | None, gradients: Any) -> None:
         """A backward pass has come to a call of this kind."""
         if not torch.is_grad_enabled():
             self._kinds.setdefault(kind, False)
             return
         self._kinds[kind] = True
+        if call is not None and call.optimizer is not None:
+            call.optimizer.give_up(WHY)
         if self._told is not None:
             self._told()
         if not self.any:

@@ -219,6 +219,8 @@ class UpdatingOptimizer:
             return "the model was restored after its forward pass"
         if self.accumulating and self.gradients is None:
             return "it runs inside lowtide.accumulating"
+        if self._refusals >= _MOST_REFUSALS:
+            return "so it was decided after its forward pass"
         if self._passes.add_to(parameters, call):
             return "another forward pass with these parameters waits for its backward pass, which adds to the same gradients"
         if any(map(has_hooks, parameters)):
