@@ -222,11 +222,10 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     except _LearnedError as error:
         outside = counters.changed(traced.latest_reads)
         return error.known
-    except GradientRequiredError:
-        outside = counters.changed(traced.latest_reads)
-        raise
     except Exception as error:
         outside = counters.changed(traced.latest_reads)
+        if isinstance(error, GradientRequiredError):
+            raise
         written = written_attributes(model, error) - known.attributes
         if written:
             return replace(known, effects=effects, follow=known.attributes | written)

@@ -1,8 +1,7 @@
 """Nested arguments and results taken apart into tensors, and put together again with the same types.
 
 ``torch.utils._pytree`` knows lists, tuples, dictionaries and registered classes. Dataclasses and plain objects that hold
-tensors (key-value caches, say) are handled here, and containers of classes of their own: a shallow copy is made, and its
-attributes and items are replaced.
+tensors (key-value caches, say) are handled here, and containers of classes of their own: a copy is made of what they hold.
 """
 
 from __future__ import annotations
@@ -293,11 +292,8 @@ def replaced(structure: Any, leaf: Callable[[Any], Any], derived: Callable[[Deri
 
 def slots_in_objects(structure: Any) -> frozenset[int]:
     """Slots inside opaque objects (caches): results that are carried along rather than trained on."""
-    if (
-        isinstance(structure, OpenObject)
-        and structure.items is None
-        and not dataclasses.is_dataclass(structure.prototype)
-    ):
+    opaque = isinstance(structure, OpenObject) and structure.items is None
+    if opaque and not dataclasses.is_dataclass(structure.prototype):
         return frozenset(slots(structure))
     return frozenset().union(*map(slots_in_objects, _children(structure)))
 
