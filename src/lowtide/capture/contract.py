@@ -123,6 +123,11 @@ class Conditions:
             question.known.positions() & self.written for question, _ in self._other_answers(given)
         )
 
+    def ask_other_numbers(self, inputs: list[torch.Tensor], model: nn.Module) -> bool:
+        """Whether a question about numbers has another answer for these inputs of ``model``."""
+        given = self.held_inputs.behind(inputs, model)
+        return given is not None and any(not isinstance(answer, bool) for _, answer in self._other_answers(given))
+
     @property
     def turn(self) -> bool:
         """Whether a truth value that was asked for is one that the program writes: that it has been initialized, say."""

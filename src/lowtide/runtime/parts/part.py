@@ -144,9 +144,12 @@ class Part(SharingForward):
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         inputs, state, _ = self._flat(*sample.standing())
         states = len(state.tensors)
-        if self.parts.gives_other_sizes(self, kind_of(key, states), tuple(map(extents, inputs[states:]))):
+        kind = kind_of(key, states)
+        if self.parts.gives_other_sizes(self, kind, tuple(map(extents, inputs[states:]))):
             self.is_alone = True
             self._refuse_changing("rows that data select")
+        if not self.entries and self.parts.gives_other_numbers(self, kind, inputs):
+            self._refuse_changing("numbers of rows that data select")
         found = super()._member(key, sample)
         if found[2] is not None and self.parts.decides_sizes_of(self):
             self._refuse_new(1)
@@ -272,6 +275,17 @@ class PartsInPlace:
             self._routed.add(key)
             self.routers.add(router)
         return key in self._routed
+
+    def gives_other_numbers(self, part: Part, kind: Signature, inputs: list[torch.Tensor]) -> bool:
+        """The same of numbers that the program of another one like it, wherever that is, has read of its arguments."""
+        if not self._selecting:
+            return False
+        like = (one.latest for one in self.planned() if type(one.model) is type(part.model) and one.latest is not None)
+        known = (one.conditions[0] for one in like if kind_of(one.key, one.states) == kind)
+        if any(one.ask_other_numbers(inputs, part.model) for one in known):
+            self.routers.add(type(part.model))
+            return True
+        return False
 
     def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
         return with_siblings(passes, {id(part): part for part in self._parts.values() if part.may_run}, self._in_order)

@@ -89,7 +89,7 @@ class FirstPlans:
 
     def __init__(self, settings: Settings) -> None:
         quick = FIRST_PLANNER if searches(settings.planner) else settings.planner
-        self._settings = dataclasses.replace(settings, total_budget=None, reserve=0, planning="wait", planner=quick)
+        self._settings = dataclasses.replace(settings, reserve=0, planning="wait", planner=quick)
         self._found: OrderedDict[Any, Plan] = OrderedDict()  # for others of the same operators and sizes
 
     def plan(self, member: Member, room: int, fraction: float) -> Plan:
@@ -128,5 +128,5 @@ class FirstPlans:
         return self._within(member, room, 0) if known is None else as_alone(known, member)
 
     def _within(self, member: Member, room: int, between: int) -> Plan:
-        given = dataclasses.replace(self._settings, budget=room, between_bytes=between)
+        given = dataclasses.replace(self._settings, budget=room, total_budget=None, between_bytes=between)
         return as_alone(make_program_plan(member.program, given, costs=member.costs), member)
