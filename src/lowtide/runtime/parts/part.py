@@ -58,6 +58,7 @@ class Part(SharingForward):
         self.is_alone = False  # its submodules are not tried either
         self.differentiated = DifferentiatedAgain(name, parts.watch.differentiated)  # by code of the model around it
         self._recomputation = Recomputation()
+        self._asked: Any = None  # its class, and the signature of the call that a program is made for
         self._new, self._seen_apart = 0, False  # programs since one came again; whether a call ran as it is
         self._seen_outside = False  # whether its own code has run
 
@@ -133,7 +134,12 @@ class Part(SharingForward):
     def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
         if not self.is_unusual:  # of which there are few
             self._refuse_new(1 if self.may_change else _MOST_NEW)
-        captured = super()._captured(sample, mask)
+        try:
+            captured = super()._captured(sample, mask)
+        except CaptureError as error:
+            if error.selects:
+                self._refuse_all(str(error), selects=True)
+            raise
         self._new += not (self.is_unusual or captured.contract.conditions.turn)
         return captured
 
@@ -145,6 +151,9 @@ class Part(SharingForward):
         inputs, state, _ = self._flat(*sample.standing())
         states = len(state.tensors)
         kind = kind_of(key, states)
+        self._asked = type(self.model), key
+        if not self.entries:
+            self._refuse_as_another()
         if self.parts.gives_other_sizes(self, kind, tuple(map(extents, inputs[states:]))):
             self.is_alone = True
             self._refuse_changing("rows that data select")
@@ -164,8 +173,7 @@ class Part(SharingForward):
         program, plan = super().planned(captured, sample, finish, **known)
         member = Member(program, plan.costs)
         if self._replaced is None and not self.entries and member.freed_bytes <= member.held_bytes:
-            self.is_alone = member.freed_bytes == 0
-            raise CaptureError("a plan for it alone could free nothing")
+            self._refuse_all("a plan for it alone could free nothing", is_alone=member.freed_bytes == 0)
         return program, plan
 
     @property
@@ -182,6 +190,17 @@ class Part(SharingForward):
     def _refuse_changing(self, why: str) -> None:
         self.changes = True
         raise CaptureError(f"its program is another one in every call ({why}), which takes longer to plan than to run")
+
+    def _refuse_all(self, why: str, *, selects: bool = False, is_alone: bool = False) -> None:
+        """Raises a ``CaptureError``, for modules like it in such a call as well."""
+        self.parts.refused[self._asked] = why, selects, is_alone
+        self._refuse_as_another()
+
+    def _refuse_as_another(self) -> None:
+        why, selects, is_alone = self.parts.refused.get(self._asked, ("", False, False))
+        if why:
+            self.is_alone = is_alone
+            raise CaptureError(why, selects=selects)
 
     def _leave(self) -> None:
         """What it holds is held by code between parts from now on."""
@@ -219,6 +238,7 @@ class PartsInPlace:
         self.backward = BackwardCalls(shared, self._standing)
         self.casts = KeptCasts()
         self.alike_in: dict[tuple[type, str], dict[Any, Alike]] = {}  # programs of parts of the same kind
+        self.refused: dict[Any, tuple[str, bool, bool]] = {}  # by classes and calls, why all such modules are none
         self.selects, self.changes = False, False  # as of a part
         self._selecting: list[tuple[type, dict[Any, Any]]] = []  # modules under way, and sizes that they give to others
         self._routed: set[Any] = set()  # kinds of calls that are given as many rows as data say, each other ones
