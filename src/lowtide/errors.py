@@ -23,7 +23,7 @@ class NativeCoreError(LowtideError, ImportError):
 @dataclass(eq=False, repr=False)
 class CaptureError(LowtideError):
     """The model's program cannot be captured as one graph. ``source`` is the user's ``file:line`` where known; ``selects``:
-    since it selects as many rows as data say."""
+    whether that is because it selects as many rows as data say."""
 
     _: KW_ONLY
     source: str = ""

@@ -17,6 +17,7 @@ from torch.func import functional_call
 import lowtide
 from lowtide.api import runtime_of
 from lowtide.runtime.calls.differentiated import is_named
+from tests.support.beside import assert_as_eager
 from tests.support.networks import generator
 from tests.support.training import compare_training, make
 
@@ -265,3 +266,34 @@ def test_arguments_that_come_to_require_a_gradient_are_left_so() -> None:
         assert torch.equal(ours["place"].grad, theirs["place"].grad)
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
     assert len(lowtide.plans(model)) == 2
+
+
+class _Frozen(nn.Module):
+    """Freezes a weight while a flag, or the number of its calls, says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.frozen, self.calls = True, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.frozen:
+            self.first.weight.requires_grad_(False)
+        elif self.calls > 8:
+            self.first.weight.requires_grad_(self.calls % 4 > 1)
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_weights_that_are_frozen_until_a_flag_says_otherwise() -> None:
+    """By the user, between two calls, or by the forward pass itself."""
+
+    def step(model: Any, number: int) -> list[bool]:
+        if number == 3:
+            model.frozen = False
+            model.requires_grad_(True)
+        model.zero_grad()
+        model(torch.randn(16, WIDTH, generator=generator(number))).square().mean().backward()
+        return [one.requires_grad for one in model.parameters()]
+
+    assert_as_eager(_Frozen, step, 18)

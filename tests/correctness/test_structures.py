@@ -105,6 +105,14 @@ class _Both(OrderedDict[str, Any]):
         super().__setattr__(name, value)
 
 
+class _Itself(dict[str, Any]):
+    """Has itself for its attributes."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.__dict__ = self
+
+
 class _Defaults(defaultdict[str, Any]):
     pass
 
@@ -131,6 +139,7 @@ def _noted(kind: Any, /, **values: Any) -> Any:
 _OWN: dict[str, Callable[..., Any]] = {
     "names": _Names,
     "both": _Both,
+    "itself": _Itself,
     "defaults": lambda **values: _Defaults(float, values),
     "row": lambda **values: _noted(_Row, **values),
     "several": lambda **values: _noted(_Several, **values),
@@ -163,6 +172,7 @@ def test_containers_of_classes_of_their_own(name: str) -> None:
             given = [_OWN[name](x=x, scale=2.0)]
             (result,) = each(given)
             y, back, kind = result.values() if isinstance(result, dict) else iter(result)
+            assert not isinstance(result, _Itself) or result.x is y
             y.square().mean().backward()
             assert back is x and kind == "text" and type(y) is torch.Tensor
             own = {key: value.tolist() for key, value in vars(result).items() if isinstance(value, torch.Tensor)}

@@ -334,6 +334,41 @@ def test_experts_that_get_the_rows_that_data_select_are_not_planned_one_by_one(n
     assert lowtide.measure(lambda: model(x).backward()).peak_bytes <= 1.15 * budget  # the first step, with first plans
 
 
+class _Selecting(nn.Module):
+    """Selects rows where it is told to."""
+
+    def __init__(self, *, selects: bool) -> None:
+        super().__init__()
+        self.body, self.selects = _FeedForward(), selects
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.body(x)
+        return x + F.pad(x[x[:, 0] > 1e9], (0, 0, 0, 1)).sum() if self.selects else x
+
+
+class _Pyramid(nn.Module):
+    """Equal heads for maps of several sizes, and one layer of three that selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Selecting(selects=number == 1) for number in range(3))
+        self.heads = nn.ModuleList(_FeedForward() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(0, -2)
+        for layer in self.layers:
+            x = layer(x)
+        found = [head(x.unflatten(0, (BATCH, -1))[:, :: 2**level]) for level, head in enumerate(self.heads)]
+        return torch.stack([one.square().mean() for one in found]).sum()
+
+
+def test_what_is_found_of_a_module_is_not_taken_for_true_of_others() -> None:
+    """Whose attributes say otherwise, or that get other sizes for another reason than what data select."""
+    model, _ = _train_alike(_Pyramid, 0.8, 4)
+    names = {part.name for part in model.forward.parts.planned()}
+    assert names == {"layers.0", "layers.1.body", "layers.2", "heads.0", "heads.1", "heads.2"}
+
+
 def test_equal_parts_share_a_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 

@@ -123,10 +123,14 @@ class Conditions:
             question.known.positions() & self.written for question, _ in self._other_answers(given)
         )
 
-    def ask_other_numbers(self, inputs: list[torch.Tensor], model: nn.Module) -> bool:
-        """Whether a question about numbers has another answer for these inputs of ``model``."""
+    def ask_other_numbers(self, inputs: list[torch.Tensor], model: nn.Module, states: int) -> bool:
+        """Whether a question about whole numbers in arguments has another answer for these inputs of ``model``, the first
+        ``states`` of which are its own."""
         given = self.held_inputs.behind(inputs, model)
-        return given is not None and any(not isinstance(answer, bool) for _, answer in self._other_answers(given))
+        return given is not None and any(
+            not isinstance(answer, bool | float) and max(question.known.positions(), default=0) >= states
+            for question, answer in self._other_answers(given)
+        )
 
     @property
     def turn(self) -> bool:

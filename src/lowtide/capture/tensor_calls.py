@@ -136,7 +136,7 @@ class TensorCalls(TakingNumbers):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        if self._early:
+        if self._early and (kind is None or issubclass(kind, Exception)):
             raise GradientRequiredError(self._early) from error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,6 +30,8 @@ def empty(like: Any, items: Any = ()) -> Any:
     if base is tuple:
         return tuple.__new__(type(like), items)
     made = base.__new__(type(like))
+    if getattr(like, "__dict__", None) is like:  # what is in it are its attributes
+        made.__dict__ = made
     if base is defaultdict:
         made.default_factory = like.default_factory
     return made

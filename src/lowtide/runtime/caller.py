@@ -1,4 +1,4 @@
-"""For which module a planned ``forward`` is called, and whether under something that follows each of its operators.
+"""For which module a planned ``forward`` is called, under what that follows each of its operators, and with what gradients.
 
 It lies among the attributes of the module that was planned. A copy of these attributes (``copy.copy``, the replicas of
 ``nn.DataParallel``, libraries that make functional copies of modules) has it as well, though its parameters may be others.
@@ -7,7 +7,7 @@ It lies among the attributes of the module that was planned. A copy of these att
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.errors import ExecutionError
 from lowtide.objects.walk import variables
+from lowtide.runtime.programs.entry import Entry
+
+TRANSFORMED = (
+    "%s runs without a plan, outside the budget, under torch.func, forward-mode derivatives, torch.jit.trace, modes "
+    "(TorchDispatchMode, TorchFunctionMode), hooks of saved tensors, backward hooks of all modules, or "
+    "torch.nn.utils.parametrize.cached"
+)
+COPIED = "a %s that has the attributes of a planned model runs without a plan, outside the budget: rematerialize it by itself"
 
 
 def calling(frame: types.FrameType) -> types.FrameType:
@@ -82,3 +90,21 @@ def _is_foreign(value: Any) -> bool:
     return not str(getattr(value, "__module__", "")).startswith(
         ("lowtide.", "torch.utils._device", "torch.utils.checkpoint")
     )
+
+
+def with_required(tensors: Sequence[torch.Tensor], find: Callable[[], Entry | None], *, stays: bool) -> Entry | None:
+    """What ``find`` finds where those of the ``tensors`` require a gradient that do not, and the other way round; it ``stays``
+    so where that is something."""
+    found = None
+    try:
+        _require_otherwise(tensors)
+        found = find()
+    finally:
+        if found is None or not stays:
+            _require_otherwise(tensors)
+    return found
+
+
+def _require_otherwise(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.requires_grad_(not tensor.requires_grad)

@@ -93,7 +93,7 @@ class Rematerialized(Planned):
         self._instead.watch(inputs, len(state.tensors))
         kind = self.differentiated.kind_of(inputs, sys._getframe(1)) if self._root is None else None
         if kind is not None:
-            own = OwnCall(inputs, self.optimizer)
+            own = None if self.optimizer is None else OwnCall(inputs[: len(state.tensors)], self.optimizer)
             return self.differentiated.run(kind, self.original_forward, sample.args, sample.kwargs, own)
         self._split_waiting()
         try:

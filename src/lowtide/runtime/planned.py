@@ -28,7 +28,7 @@ from lowtide.objects import structure, ways
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.targets import UnexpectedValueError
-from lowtide.runtime.caller import calling, copied_module, has_copied, is_transformed, let_go
+from lowtide.runtime import caller
 from lowtide.runtime.calls.step import run
 from lowtide.runtime.checked import is_due, require_same
 from lowtide.runtime.programs.call_values import CallValues
@@ -88,23 +88,19 @@ class Planned(Programs):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # as where it is exported
             return self.original_forward(*args, **kwargs)
-        copied = copied_module(self, self._model(), calling(sys._getframe(1)))
+        copied = caller.copied_module(self, self._model(), caller.calling(sys._getframe(1)))
         return self.call(*args, **kwargs) if copied is None else self._run_copied(copied, args, kwargs)
 
     def _run_copied(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self._said_copied:
             self._said_copied = True
-            _LOG.warning(
-                "a %s that has the attributes of a planned model runs without a plan, outside the budget: rematerialize it by "
-                "itself",
-                type(module).__name__,
-            )
-        let_go(module, self)
+            _LOG.warning(caller.COPIED, type(module).__name__)
+        caller.let_go(module, self)
         return module.forward(*args, **kwargs)
 
     def is_copied_in(self, module: nn.Module) -> bool:
         """Whether another module than the model has it as an attribute."""
-        return has_copied(module, self, self._model())
+        return caller.has_copied(module, self, self._model())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """A call for the model itself."""
@@ -116,15 +112,10 @@ class Planned(Programs):
         if is_inside():
             _LOG.info("%s runs without a plan inside lowtide.online: within that budget", type(model).__name__)
             return self._run_as_it_is(args, kwargs)
-        if is_transformed():
+        if caller.is_transformed():
             if not self._said_transformed:
                 self._said_transformed = True
-                _LOG.warning(
-                    "%s runs without a plan, outside the budget, under torch.func, forward-mode derivatives, torch.jit.trace, "
-                    "modes (TorchDispatchMode, TorchFunctionMode), hooks of saved tensors, backward hooks of all modules, or "
-                    "torch.nn.utils.parametrize.cached",
-                    type(model).__name__,
-                )
+                _LOG.warning(caller.TRANSFORMED, type(model).__name__)
             return self._run_as_it_is(args, kwargs)
         try:
             inputs, state, tree = self._flat(args, kwargs)
@@ -265,35 +256,50 @@ class Planned(Programs):
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where there is to be none."""
-        key = signature(state.modules, inputs, state.names, tree)
-        if key not in self._early:
-            try:
-                return self._found(key, sample, inputs, state)
-            except GradientRequiredError as error:
-                self._early[key] = error.numbers
-        given = [*state.registered, *inputs[len(state.registered) :]]
-        required = [given[number] for number in self._early[key]]
-        entry = None
+        key = self._key(inputs, state, tree)
+        if key in self._early:
+            entry = self._with_required(self._early[key], self._known, (sample, inputs, state))
+            if entry is not None:
+                return entry
+            del self._early[key]  # what it was found out for is another one now
         try:
-            _require_otherwise(required)
-            entry = self._entry(sample, *self._flat(*sample.standing()))
-        finally:
-            if entry is None or self._prepares:
-                _require_otherwise(required)
-        return entry
+            return self._found(key, sample, inputs, state)
+        except GradientRequiredError as error:
+            numbers = self._early[key] = error.numbers
+        if len(self._early) > self.settings.max_programs:
+            del self._early[next(iter(self._early))]
+        return self._with_required(numbers, self._found, (sample, inputs, state))
+
+    def _with_required(
+        self, numbers: Sequence[int], find: Callable[..., Entry | None], call: tuple[Sample, list[torch.Tensor], State]
+    ) -> Entry | None:
+        """What ``find`` finds for the call where its inputs with these numbers require a gradient that do not, and the other
+        way round. They stay so where it finds something and the call is about to run."""
+        sample, given, known = call
+        given = [*known.registered, *given[len(known.registered) :]]
+
+        def found() -> Entry | None:
+            inputs, state, tree = self._flat(*sample.standing())
+            return find(self._key(inputs, state, tree), sample, inputs, state)
+
+        return caller.with_required([given[number] for number in numbers], found, stays=not self._prepares)
+
+    def _key(self, inputs: list[torch.Tensor], state: State, tree: Any) -> Signature:
+        key = signature(state.modules, inputs, state.names, tree)
+        return key if self.optimizer is None else (*key, self.optimizer.updated(inputs))
 
     def _found(self, key: Signature, sample: Sample, inputs: list[torch.Tensor], state: State) -> Entry | None:
-        modules = state.modules
-        if self.optimizer is not None:
-            key = (*key, self.optimizer.updated(inputs))
-        found = self.find(key, modules, inputs)
+        return self._known(key, sample, inputs, state) or self._new_entry(key, sample, inputs)
+
+    def _known(self, key: Signature, _: Sample, inputs: list[torch.Tensor], state: State) -> Entry | None:
+        found = self.find(key, state.modules, inputs)
         if found is None and self.optimizer is not None:
             others = [other for other in self.entries if other[:-1] == key[:-1] and other != key]
-            known = next((entry for other in others if (entry := self.find(other, modules, inputs))), None)
+            known = next((entry for other in others if (entry := self.find(other, state.modules, inputs))), None)
             found = None if known is None else self.in_mode(known, key[-1])
         if found is not None:
             self.recaptures.novelty.came(found)
-        return found or self._new_entry(key, sample, inputs)
+        return found
 
     def _new_entry(
         self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: tuple[bool, ...] | None = None
@@ -341,9 +347,3 @@ class Planned(Programs):
     def __code__(self) -> Any:
         """Of the model's own forward: torch.export reads its arguments' names there."""
         return self.original_forward.__code__
-
-
-def _require_otherwise(tensors: Sequence[torch.Tensor]) -> None:
-    """Have those require a gradient that do not, and the other way round."""
-    for tensor in tensors:
-        tensor.requires_grad_(not tensor.requires_grad)

@@ -104,7 +104,7 @@ def spread(model: nn.Module, mesh: Any) -> nn.Module:
     names = mesh.mesh_dim_names
     if not any(map(is_distributed, model.parameters())):
         tensors = model_state(model).registered
-        model, _ = copy_without_data(model, tensors, [copy.deepcopy(tensor) for tensor in tensors])
+        model, _ = copy_without_data(model, tensors, [*map(_hollow, tensors)])
         if "tp" in names and mesh["tp"].size() > 1:
             from torch.distributed.tensor.parallel import parallelize_module
 
@@ -118,6 +118,13 @@ def spread(model: nn.Module, mesh: Any) -> nn.Module:
             fully_shard(block, mesh=inner)
         fully_shard(model, mesh=inner)
     return model
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter of the same layout, of which no memory is touched; a copy of anything else, whose values may be asked for."""
+    if type(tensor) is nn.Parameter:
+        return nn.Parameter(torch.empty_like(tensor), tensor.requires_grad)
+    return copy.deepcopy(tensor) if tensor.is_leaf else tensor.detach().clone()
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

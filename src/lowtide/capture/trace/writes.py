@@ -96,25 +96,25 @@ def refuse_retained(func: Any, args: Sequence[Any], state: Sequence[torch.Tensor
         )
 
 
-_REQUIRED = (
-    "the forward pass calls requires_grad_() on a parameter, a buffer or an argument that it has read before, which planned "
-    "calls would not do. Call it before the forward pass, or run the model under lowtide.online."
-)
-
-
 class GradientRequiredError(CaptureError):
     """The forward pass has some of the tensors that it is given require a gradient, or none any more, before it reads them: it
     is one program where they do so already when it begins. ``numbers``: which, of the model's and of those of the call."""
 
     def __init__(self, numbers: Collection[int]) -> None:
-        super().__init__(_REQUIRED)
+        super().__init__(
+            "the forward pass calls requires_grad_() on a parameter, a buffer or an argument. Call it before the forward pass; "
+            "planned calls of lowtide.rematerialize do so by themselves when they begin."
+        )
         self.numbers = tuple(sorted(numbers))
 
 
 def refuse_required(given: Sequence[torch.Tensor], before: Sequence[bool]) -> None:
     """Raises ``CaptureError`` where tensors require a gradient otherwise than ``before``."""
     if [tensor.requires_grad for tensor in given] != [*before]:
-        raise CaptureError(_REQUIRED)
+        raise CaptureError(
+            "the forward pass calls requires_grad_() on a parameter, a buffer or an argument that it has read before, which "
+            "planned calls would not do. Call it before the forward pass, or run the model under lowtide.online."
+        )
 
 
 def refuse_seen(given: torch.Tensor, history: Any) -> None:

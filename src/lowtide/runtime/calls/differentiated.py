@@ -33,17 +33,24 @@ WHY = f"backward passes through it are differentiated again ({_NAME}=True), whic
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class OwnCall:
-    """A call with these flat inputs that runs by the model's own code, and waits for its backward pass as planned ones do."""
+    """A call with these parameters and buffers that runs by the model's own code, and waits for its backward pass as planned
+    ones do: as long as it has a ``generator``."""
 
     inputs: list[torch.Tensor]
-    optimizer: UpdatingOptimizer | None = None
+    optimizer: UpdatingOptimizer | None
     generator: Any = True
     received: bool = False
 
-    def __post_init__(self) -> None:
+    def begin(self) -> None:
         if self.optimizer is not None:
             fill_zeroed(self.optimizer.optimizer)
             self.optimizer.called(self)
+
+    def end(self) -> None:
+        """Its backward pass has come."""
+        if self.optimizer is not None and self.generator is not None:
+            self.optimizer.begin(self, None, ())
+            self.generator, self.inputs = None, []
 
 
 class DifferentiatedAgain:
@@ -77,6 +84,8 @@ class DifferentiatedAgain:
         """``forward(*args, **kwargs)``, of this kind; listens to the backward passes through what it returns. ``call`` lasts as
         long as one may come, and updates nothing from when one is differentiated in turn."""
         self._run.add(kind)
+        if call is not None:
+            call.begin()
         heard = functools.partial(self._heard, kind, call)
         result = forward(*args, **kwargs)
         nodes = {tensor.grad_fn for tensor in structure.flatten(result)[0]} - {None}
@@ -90,6 +99,8 @@ class DifferentiatedAgain:
         """A backward pass has come to a call of this kind."""
         if not torch.is_grad_enabled():
             self._kinds.setdefault(kind, False)
+            if call is not None:
+                call.end()
             return
         self._kinds[kind] = True
         if call is not None and call.optimizer is not None:

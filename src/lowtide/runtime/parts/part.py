@@ -15,7 +15,7 @@ from torch import nn
 from lowtide.capture import Captured
 from lowtide.capture.model_state import State, model_state
 from lowtide.capture.trace.patches import replaced
-from lowtide.capture.trace.sizes import Shapes, extents
+from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, NoGradientError
 from lowtide.memory.collector import collect_young, collector_held
 from lowtide.pipeline import Finish
@@ -28,10 +28,18 @@ from lowtide.runtime.parts.casts import KeptCasts
 from lowtide.runtime.parts.forward_pass import ForwardPass, with_siblings
 from lowtide.runtime.parts.outside import OutsideWatch
 from lowtide.runtime.parts.recomputed import Recomputation
+from lowtide.runtime.parts.routing import Routing
 from lowtide.runtime.parts.shared import SharedBudget
 from lowtide.runtime.parts.sharing_forward import SharingForward, device_of
 from lowtide.runtime.parts.step_record import StepRecord
-from lowtide.runtime.parts.submodules import can_run_in_parts, forwards_given, list_of, saves_otherwise, tried_in
+from lowtide.runtime.parts.submodules import (
+    can_run_in_parts,
+    forwards_given,
+    list_of,
+    made_like,
+    saves_otherwise,
+    tried_in,
+)
 from lowtide.runtime.programs.entry import Entry, Sample, Signature
 from lowtide.runtime.programs.kin import Alike, FamilyCall, Kin, Kins, kind_of
 from lowtide.runtime.programs.recaptures import UnusualCallError
@@ -58,7 +66,7 @@ class Part(SharingForward):
         self.is_alone = False  # its submodules are not tried either
         self.differentiated = DifferentiatedAgain(name, parts.watch.differentiated)  # by code of the model around it
         self._recomputation = Recomputation()
-        self._asked: Any = None  # its class, and the signature of the call that a program is made for
+        self._asked: Any = None  # the call that a program is made for, and what the module is like
         self._new, self._seen_apart = 0, False  # programs since one came again; whether a call ran as it is
         self._seen_outside = False  # whether its own code has run
 
@@ -89,26 +97,26 @@ class Part(SharingForward):
                 self.shared.go_on()
         if nested:  # whatever it keeps is soon let go
             return self.original_forward(*args, **kwargs)
-        if self.runs_again or self._would_exceed():
-            if not self.runs_again:
-                self.runs_again = True
-                _LOG.warning(
-                    "the budget has no room for what %s keeps: it is to run again in the backward pass", self.name
-                )
+        self.runs_again = self.runs_again or self._would_exceed()
+        if self.runs_again:
             with self.parts.paused(), self.parts.watch.runs_again():
                 return self._recomputation.run(self.model, self.original_forward, args, kwargs, self.shared.in_backward)
         alone = self.parts.paused() if self.is_alone else contextlib.nullcontext()
         self._seen_outside = True
-        with self.parts.watch.call(self, (args, kwargs)), self.parts.selecting(self), alone:
+        own = self.parts.routing.under_way(type(self.model), selects=self.selects or self.changes)
+        with self.parts.watch.call(self, (args, kwargs)), own, alone:
             return self.original_forward(*args, **kwargs)
 
     def _would_exceed(self) -> bool:
         """Of a module that hands rows to experts, as others like it have in the current step: whether the budget has no room
         for what its first run keeps, and for the second run of another one."""
-        if self._seen_outside or type(self.model) not in self.parts.routers:
+        if self.outside is None or self._seen_outside or type(self.model) not in self.parts.routing.routers:
             return False
         kept_bytes = self.parts.watch.kept_by(type(self.model))
-        return kept_bytes > 0 and self.shared.left_bytes() < 2 * kept_bytes
+        exceeds = kept_bytes > 0 and self.shared.left_bytes() < 2 * kept_bytes
+        if exceeds:
+            _LOG.warning("the budget has no room for what %s keeps: it is to run again in the backward pass", self.name)
+        return exceeds
 
     def _run_apart(self, key: Signature, inputs: list[torch.Tensor], error: CaptureError, always: bool) -> None:
         raise error if always else UnusualCallError(str(error))
@@ -137,8 +145,8 @@ class Part(SharingForward):
         try:
             captured = super()._captured(sample, mask)
         except CaptureError as error:
-            if error.selects:
-                self._refuse_all(str(error), selects=True)
+            if error.selects and not (self.is_unusual or self.entries):
+                self.parts.refused[self._asked] = str(error), True, False
             raise
         self._new += not (self.is_unusual or captured.contract.conditions.turn)
         return captured
@@ -149,16 +157,11 @@ class Part(SharingForward):
 
     def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         inputs, state, _ = self._flat(*sample.standing())
-        states = len(state.tensors)
-        kind = kind_of(key, states)
-        self._asked = type(self.model), key
+        self._asked = key, made_like(state.modules)
         if not self.entries:
             self._refuse_as_another()
-        if self.parts.gives_other_sizes(self, kind, tuple(map(extents, inputs[states:]))):
-            self.is_alone = True
-            self._refuse_changing("rows that data select")
-        if not self.entries and self.parts.gives_other_numbers(self, kind, inputs):
-            self._refuse_changing("numbers of rows that data select")
+        if not self.is_unusual:
+            self._refuse_as_expert(kind_of(key, len(state.tensors)), inputs, len(state.tensors))
         found = super()._member(key, sample)
         if found[2] is not None and self.parts.decides_sizes_of(self):
             self._refuse_new(1)
@@ -173,7 +176,8 @@ class Part(SharingForward):
         program, plan = super().planned(captured, sample, finish, **known)
         member = Member(program, plan.costs)
         if self._replaced is None and not self.entries and member.freed_bytes <= member.held_bytes:
-            self._refuse_all("a plan for it alone could free nothing", is_alone=member.freed_bytes == 0)
+            self.parts.refused[self._asked] = "a plan for it alone could free nothing", False, member.freed_bytes == 0
+            self._refuse_as_another()
         return program, plan
 
     @property
@@ -181,6 +185,17 @@ class Part(SharingForward):
         """Whether its program depends on numbers in its arguments, or they have as many rows as such numbers say."""
         asked = () if self.latest is None else self.latest.conditions[0].questions
         return any(not isinstance(one.answer, bool) for one in asked) or self.parts.decides_sizes_of(self)
+
+    def _refuse_as_expert(self, kind: Signature, inputs: list[torch.Tensor], states: int) -> None:
+        """Raises ``CaptureError`` where a module around it hands it as many rows as data say."""
+        routing = self.parts.routing
+        if self.kind and routing.gives_other_rows(self, (self.kind, kind), [one.shape for one in inputs[states:]]):
+            self.is_alone = True
+            self._refuse_changing("rows that data select")
+        latest = (one.latest for one in self.parts.planned() if type(one.model) is type(self.model))
+        like = [one for one in latest if one is not None and kind_of(one.key, one.states) == kind]
+        if not self.entries and routing.gives_other_numbers(self.model, inputs, states, like):
+            self._refuse_changing("numbers of rows that data select")
 
     def _refuse_new(self, most: int) -> None:
         """Raises ``CaptureError`` where programs are made in vain: for every call another one."""
@@ -191,12 +206,8 @@ class Part(SharingForward):
         self.changes = True
         raise CaptureError(f"its program is another one in every call ({why}), which takes longer to plan than to run")
 
-    def _refuse_all(self, why: str, *, selects: bool = False, is_alone: bool = False) -> None:
-        """Raises a ``CaptureError``, for modules like it in such a call as well."""
-        self.parts.refused[self._asked] = why, selects, is_alone
-        self._refuse_as_another()
-
     def _refuse_as_another(self) -> None:
+        """Raises what was raised of a module of the same making in such a call."""
         why, selects, is_alone = self.parts.refused.get(self._asked, ("", False, False))
         if why:
             self.is_alone = is_alone
@@ -238,11 +249,9 @@ class PartsInPlace:
         self.backward = BackwardCalls(shared, self._standing)
         self.casts = KeptCasts()
         self.alike_in: dict[tuple[type, str], dict[Any, Alike]] = {}  # programs of parts of the same kind
-        self.refused: dict[Any, tuple[str, bool, bool]] = {}  # by classes and calls, why all such modules are none
-        self.selects, self.changes = False, False  # as of a part
-        self._selecting: list[tuple[type, dict[Any, Any]]] = []  # modules under way, and sizes that they give to others
-        self._routed: set[Any] = set()  # kinds of calls that are given as many rows as data say, each other ones
-        self.routers: set[type] = set()  # modules that do so
+        self.refused: dict[Any, tuple[str, bool, bool]] = {}  # by calls and kinds of modules, why these are none
+        self.selects = False  # as of a part
+        self.routing = Routing()
         self._parts: dict[int, Part] = {}  # by the id of the module
         self._calls = 0
         self._paused = False
@@ -269,43 +278,8 @@ class PartsInPlace:
 
     def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The model's own, while parts stand in the place of its submodules."""
-        with self.selecting(self):
+        with self.routing.under_way(type(self.model), selects=self.selects):
             return forward(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def selecting(self, module: Part | PartsInPlace) -> Iterator[None]:
-        """Inside, ``module`` runs its own code."""
-        if not (module.selects or module.changes):
-            yield
-            return
-        self._selecting.append((type(module.model), {}))
-        try:
-            yield
-        finally:
-            self._selecting.pop()
-
-    def gives_other_sizes(self, part: Part, kind: Signature, sizes: Sequence[Any]) -> bool:
-        """Whether a module around it that selects rows as data say hands tensors of other ``sizes`` to it than to another one
-        like it in the same list, or has done so in a call of this ``kind``: experts."""
-        if part.kind is None or not self._selecting:
-            return False
-        key = part.kind, kind
-        router, given = self._selecting[-1]
-        if given.setdefault(key, sizes) != sizes:
-            self._routed.add(key)
-            self.routers.add(router)
-        return key in self._routed
-
-    def gives_other_numbers(self, part: Part, kind: Signature, inputs: list[torch.Tensor]) -> bool:
-        """The same of numbers that the program of another one like it, wherever that is, has read of its arguments."""
-        if not self._selecting:
-            return False
-        like = (one.latest for one in self.planned() if type(one.model) is type(part.model) and one.latest is not None)
-        known = (one.conditions[0] for one in like if kind_of(one.key, one.states) == kind)
-        if any(one.ask_other_numbers(inputs, part.model) for one in known):
-            self.routers.add(type(part.model))
-            return True
-        return False
 
     def _with_siblings(self, passes: list[ForwardPass]) -> list[ForwardPass]:
         return with_siblings(passes, {id(part): part for part in self._parts.values() if part.may_run}, self._in_order)

@@ -102,11 +102,11 @@ class FirstPlans:
         if found is not None and room <= found.budget_bytes:
             asked: dict[str, Any] = {"budget_bytes": room, "planner": found.planner, "seed": found.seed}
             plan = plan_from(graph, costs, [found.schedule], **asked)
+            self._found.move_to_end(key)
         if plan is None:
             plan = self._planned(member, room, fraction)
             if not plan.schedule.moves:
                 self._found[key] = plan
-                self._found.move_to_end(key)
                 if len(self._found) > _MOST_PLANS:
                     self._found.popitem(last=False)
         return plan

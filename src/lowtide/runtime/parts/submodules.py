@@ -52,6 +52,14 @@ def list_of(model: nn.Module, name: str) -> str | None:
     return parent if last.isdigit() or isinstance(model.get_submodule(parent), nn.ModuleDict) else None
 
 
+def made_like(modules: Sequence[nn.Module]) -> Any:
+    """Equal for modules, each with those in it, of the same classes, and with the same switches and modes in attributes."""
+    return tuple(
+        (type(one), type(one).forward, *(item for item in vars(one).items() if isinstance(item[1], bool | str)))
+        for one in modules
+    )
+
+
 @contextlib.contextmanager
 def forwards_given(given: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
     """Inside, modules have these in the place of their class's ``forward``, or with ``None`` that one."""

@@ -220,7 +220,7 @@ class UpdatingOptimizer:
         if self.accumulating and self.gradients is None:
             return "it runs inside lowtide.accumulating"
         if self._refusals >= _MOST_REFUSALS:
-            return "so it was decided after its forward pass"
+            return "its gradients are kept by now"
         if self._passes.add_to(parameters, call):
             return "another forward pass with these parameters waits for its backward pass, which adds to the same gradients"
         if any(map(has_hooks, parameters)):

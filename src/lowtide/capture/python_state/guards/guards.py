@@ -109,14 +109,19 @@ class Guards:
         meanwhile is there again first."""
         if self._quick and self._quick[-1]():
             return True
-        with CAPTURING:
-            if self._quick and self._quick[-1]():
+        waits = not CAPTURING.acquire(blocking=False)
+        if waits:
+            CAPTURING.acquire()
+        try:
+            if waits and self._quick and self._quick[-1]():
                 return True
             if next(self._broken(modules), None) is not None:
                 return False
             if len(self._quick) < _MOST_REMAKES:
                 self._quick.append(Unchanged(modules, self.reads, self.contents, self.hidden, self.files))
             return True
+        finally:
+            CAPTURING.release()
 
     def broken(self, model: nn.Module) -> str:
         """In words, what is not as it was."""
