@@ -18,9 +18,8 @@ class Routing:
     def __init__(self) -> None:
         self.routers: set[type] = set()
         self._routed: set[Any] = set()  # kinds of calls of experts
-        self._under_way: list[
-            tuple[type, dict[Any, Any]]
-        ] = []  # what select rows, and how many these gave to calls of a kind
+        # Classes of modules that select rows, and how many these gave to calls of a kind.
+        self._under_way: list[tuple[type, dict[Any, Any]]] = []
 
     @contextlib.contextmanager
     def under_way(self, module: type, *, selects: bool) -> Iterator[None]:
