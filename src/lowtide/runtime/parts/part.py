@@ -115,7 +115,7 @@ class Part(SharingForward):
         kept_bytes = self.parts.watch.kept_by(type(self.model))
         exceeds = kept_bytes > 0 and self.shared.left_bytes() < 2 * kept_bytes
         if exceeds:
-            _LOG.warning("the budget has no room for what %s keeps: it is to run again in the backward pass", self.name)
+            _LOG.info("the budget has no room for what %s keeps: it is to run again in the backward pass", self.name)
         return exceeds
 
     def _run_apart(self, key: Signature, inputs: list[torch.Tensor], error: CaptureError, always: bool) -> None:
