@@ -124,11 +124,17 @@ def test_training_is_equal_to_the_bit(step: Step, updates: bool, caplog: pytest.
     assert "run by its own code" in caplog.text
 
 
-def test_a_penalty_comes_when_updates_are_planned() -> None:
-    """In some later step: what the loss adds to the same gradients is not updated with, though it was to be."""
+def _updating_pair() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """The second one is updated inside of its backward passes."""
     plain, model = _pair()
     optimizer = _optimizer(model)
     lowtide.rematerialize(model, budget="100%", planner="greedy", optimizer=optimizer)
+    return plain, model, optimizer
+
+
+def test_a_penalty_comes_when_updates_are_planned() -> None:
+    """In some later step: what the loss adds to the same gradients is not updated with, though it was to be."""
+    plain, model, optimizer = _updating_pair()
 
     def step(model: nn.Module) -> torch.Tensor:
         loss = model(torch.randn(64, WIDTH)).square().mean()
@@ -143,9 +149,7 @@ def test_a_penalty_comes_when_updates_are_planned() -> None:
 
 def test_a_call_by_its_own_code_adds_to_the_same_gradients() -> None:
     """Where code names it, and nothing is differentiated again, the first call of a kind still is no part of any plan."""
-    plain, model = _pair()
-    optimizer = _optimizer(model)
-    lowtide.rematerialize(model, budget="100%", planner="greedy", optimizer=optimizer)
+    plain, model, optimizer = _updating_pair()
 
     def step(model: nn.Module) -> torch.Tensor:
         loss = model(torch.randn(64, WIDTH)).square().mean()

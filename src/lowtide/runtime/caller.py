@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowtide.errors import ExecutionError
 from lowtide.objects.walk import variables
-from lowtide.runtime.programs.entry import Entry
 
+T = TypeVar("T")
 TRANSFORMED = (
     "%s runs without a plan, outside the budget, under torch.func, forward-mode derivatives, torch.jit.trace, modes "
     "(TorchDispatchMode, TorchFunctionMode), hooks of saved tensors, backward hooks of all modules, or "
@@ -92,7 +92,7 @@ def _is_foreign(value: Any) -> bool:
     )
 
 
-def with_required(tensors: Sequence[torch.Tensor], find: Callable[[], Entry | None], *, stays: bool) -> Entry | None:
+def with_required(tensors: Sequence[torch.Tensor], find: Callable[[], T | None], *, stays: bool) -> T | None:
     """What ``find`` finds where those of the ``tensors`` require a gradient that do not, and the other way round; it ``stays``
     so where that is something."""
     found = None

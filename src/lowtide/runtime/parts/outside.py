@@ -7,10 +7,9 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from lowtide.capture.python_state.guards.reach import Reach
 from lowtide.memory.allocators import allocated_bytes
@@ -64,15 +63,6 @@ class OutsideCall:
                 self.may_run_again = False
 
 
-class _Named(Protocol):
-    """A part, as far as it is of interest here."""
-
-    name: str
-
-    @property
-    def model(self) -> nn.Module: ...
-
-
 class OutsideWatch:
     """The calls of one step, outermost first. ``again_ns``: what those took that will run again, by their first run."""
 
@@ -84,13 +74,13 @@ class OutsideWatch:
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # to calls that have ended, by memory
 
     @contextlib.contextmanager
-    def call(self, part: _Named, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[None]:
+    def call(self, name: str, kind: type, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[None]:
         self._begin()
         tensors, tree = structure.flatten(arguments)
         given = [(weakref.ref(each), version_of(each)) for each in tensors]
         memory = {memory_of(each): each for each in tensors if each.layout is torch.strided}
         new = [each.untyped_storage().nbytes() for key, each in memory.items() if not self._was_given(key)]
-        one, contents = OutsideCall(part.name, type(part.model), sum(new), given=given), _contents(tensors, tree)
+        one, contents = OutsideCall(name, kind, sum(new), given=given), _contents(tensors, tree)
         reach = reach_of(*arguments)
         (self._open[-1].inside if self._open else self.calls).append(one)
         ran, before, communicated = len(self.shared.ran), self._level(), collectives_begun()

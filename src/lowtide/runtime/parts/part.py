@@ -104,7 +104,7 @@ class Part(SharingForward):
         alone = self.parts.paused() if self.is_alone else contextlib.nullcontext()
         self._seen_outside = True
         own = self.parts.routing.under_way(type(self.model), selects=self.selects or self.changes)
-        with self.parts.watch.call(self, (args, kwargs)), own, alone:
+        with self.parts.watch.call(self.name, type(self.model), (args, kwargs)), own, alone:
             return self.original_forward(*args, **kwargs)
 
     def _would_exceed(self) -> bool:
@@ -155,14 +155,15 @@ class Part(SharingForward):
         with self.parts.lifted(self.model):  # the backward pass may call submodules
             return super().entry_for(mask, old, inputs)
 
-    def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
-        inputs, state, _ = self._flat(*sample.standing())
-        self._asked = key, made_like(state.modules)
+    def _member(
+        self, key: Signature, sample: Sample, inputs: list[torch.Tensor], state: State
+    ) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         if not self.entries:
+            self._asked = key, made_like(state.modules)
             self._refuse_as_another()
         if not self.is_unusual:
             self._refuse_as_expert(kind_of(key, len(state.tensors)), inputs, len(state.tensors))
-        found = super()._member(key, sample)
+        found = super()._member(key, sample, inputs, state)
         if found[2] is not None and self.parts.decides_sizes_of(self):
             self._refuse_new(1)
             self._new += 1
@@ -192,9 +193,11 @@ class Part(SharingForward):
         if self.kind and routing.gives_other_rows(self, (self.kind, kind), [one.shape for one in inputs[states:]]):
             self.is_alone = True
             self._refuse_changing("rows that data select")
+        if self.entries:
+            return
         latest = (one.latest for one in self.parts.planned() if type(one.model) is type(self.model))
         like = [one for one in latest if one is not None and kind_of(one.key, one.states) == kind]
-        if not self.entries and routing.gives_other_numbers(self.model, inputs, states, like):
+        if routing.gives_other_numbers(self.model, inputs, states, like):
             self._refuse_changing("numbers of rows that data select")
 
     def _refuse_new(self, most: int) -> None:

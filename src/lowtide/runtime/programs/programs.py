@@ -123,7 +123,7 @@ class Programs:
                 if kin is not None:
                     kin.arrived(mask)
             else:
-                kin, shapes, member = self._member(key, sample)
+                kin, shapes, member = self._member(key, sample, *self._flat(*sample.standing())[:2])
                 first = known[0].captured.program.mask if known else kin.mask if kin else None
                 captured = member.captured if member else self._captured(sample, first)
                 held = {id(tensor) for tensor in held_tensors(self.model)}
@@ -197,9 +197,10 @@ class Programs:
             self._arenas[device] = new_arena(device)
         return self._arenas.get(device)
 
-    def _member(self, key: Signature, sample: Sample) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
+    def _member(
+        self, key: Signature, sample: Sample, inputs: list[torch.Tensor], state: State
+    ) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
         """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
-        inputs, state, _ = self._flat(*sample.standing())
         kin, shapes = self._kins.of(key, inputs, len(state.tensors))
         if kin is None or shapes is None:
             return None, None, None
