@@ -67,6 +67,10 @@ class StepBudget:
             total = max(total, peak_bytes(constraints, [member.keep_all for member in members]))
         return max(total - reserve, granted), reserve
 
+    def of_plain(self, peak_bytes: int) -> int:
+        """The same bytes, of a step without any program that takes so many."""
+        return self.of([], [Constraint(peak_bytes, -1, False, ())])[0]
+
     def stretches(self, needed_bytes: int, budget_bytes: int) -> bool:
         """Whether one in percent is met by ``needed_bytes``, once, where these are at most a percent more: what plain steps
         take is known no better."""

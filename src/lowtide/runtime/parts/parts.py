@@ -26,7 +26,6 @@ from lowtide.runtime.parts.part import PartsInPlace
 from lowtide.runtime.parts.shared import SharedBudget
 from lowtide.runtime.parts.submodules import can_run_in_parts
 from lowtide.settings import Settings
-from lowtide.sharing import Constraint
 
 _LOG = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class Parts(PartsInPlace):
         tried = not self._has_any or self._is_hopeless or (self.are_none and not self.watch.calls)
         if not (tried and not self.backward.may_be and self._eager.are_its_own and (peak_bytes or at_once)):
             return None
-        budget_bytes, _ = self.shared.budget.of([], [Constraint(peak_bytes, -1, False, ())])
+        budget_bytes = self.shared.budget.of_plain(peak_bytes)
         return budget_bytes if peak_bytes > budget_bytes or at_once else None
 
     def ran(self, result: Any) -> None:

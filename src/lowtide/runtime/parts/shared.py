@@ -41,7 +41,7 @@ from lowtide.runtime.parts.step_record import StepRecord
 from lowtide.runtime.planned import Planned
 from lowtide.runtime.programs.entry import Entry
 from lowtide.settings import Settings, searches
-from lowtide.sharing import Assignment, Constraint, Member, sequential_constraints
+from lowtide.sharing import Assignment, Member, sequential_constraints
 from lowtide.sharing.assignment import plan_alone, saved_fraction
 from lowtide.sharing.pass_budget import StepBudget
 
@@ -147,7 +147,7 @@ class SharedBudget(CurrentStep):
         held = self.between.beside(0) or 0
         if is_percentage(self.settings.given) and not self.budget.granted_bytes:
             return sys.maxsize
-        return self.budget.of([], [Constraint(held, -1, False, ())])[0] - held
+        return self.budget.of_plain(held) - held
 
     def _before(self, replaced: Entry | None) -> tuple[list[ForwardPass], int]:
         """What ran before ``replaced``, or before now, and what code between held then."""
