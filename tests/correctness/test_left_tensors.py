@@ -197,3 +197,27 @@ def test_what_is_not_asked_is_no_condition(compute: Compute, caplog: pytest.LogC
     caplog.set_level(logging.INFO, "lowtide")
     assert_same_steps(plain, planned, _step, STEPS)
     assert "is captured again" not in caplog.text
+
+
+@pytest.mark.parametrize("number", [False, True])
+def test_a_container_that_two_attributes_have_in_common_until_they_do_not(number: bool) -> None:
+    """What a pass puts into the one is in the other, as long as that is the same."""
+
+    def compute(self: Any, h: torch.Tensor) -> Any:
+        self.log["size"] = h.mean().item() if number else h.detach().mean()
+        return h.square().mean(), self.linear.log["size"]
+
+    def between(self: Any, step: int) -> None:
+        if step == 0:
+            self.log["size"], self.linear.log = 0.5, self.log
+        if step in (3, 5):
+            self.linear.log = dict(self.log) if step == 3 else self.log
+
+    def step(model: Any, number: int) -> Any:
+        model.between(model, number)
+        loss, size = model(torch.randn(4, 8))
+        loss.backward()
+        return loss, size
+
+    plain, planned = plain_and_planned(lambda: _Leaves(compute, between))
+    assert_same_steps(plain, planned, step, STEPS)

@@ -16,6 +16,7 @@ from torch import nn
 
 import lowtide
 from lowtide.api import runtime_of
+from tests.support.beside import assert_as_eager
 from tests.support.networks import Residual, WithLoss, perceptron, residual_blocks, rows
 from tests.support.training import compare_training, prepared
 
@@ -179,3 +180,37 @@ def test_layers_that_are_drawn_are_parts_by_themselves() -> None:
     assert runtime is not None
     assert runtime.parts is not None
     assert {part.name.rpartition(".")[0] for part in runtime.parts.planned()} == {"core.inner.layers"}
+
+
+def _with_a_shuffle(x: torch.Tensor) -> torch.Tensor:
+    order = [1, 2, 3]
+    random.shuffle(order)
+    return x * order[0] * random.uniform(0.5, 2)
+
+
+def _with_another_that_is_returned(x: torch.Tensor) -> Any:
+    return x[random.randint(0, 7) :][:2] * random.uniform(0.5, 2), random.uniform(0.5, 2)
+
+
+def _read_in_vain(x: torch.Tensor) -> torch.Tensor:
+    torch.randint(0, 30, ()).item()
+    return x * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("compute", [_with_a_shuffle, _with_another_that_is_returned, _read_in_vain])
+def test_draws_of_which_only_some_are_followed(compute: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return compute(self.layer(x))
+
+    def step(model: Any, number: int) -> Any:
+        random.seed(number)
+        returned = model(torch.randn(8, 8))
+        (returned[0] if isinstance(returned, tuple) else returned).sum().backward()
+        return returned, random.random()
+
+    assert_as_eager(Model, step)

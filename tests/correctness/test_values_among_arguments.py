@@ -209,3 +209,26 @@ def test_what_is_given_stays_the_users() -> None:
         result = planned(torch.ones(3, 4), {"batch": batch})
         assert torch.equal(result, batch.y * (0.1 * step))  # type: ignore[attr-defined]
         result.sum().backward()
+
+
+def test_a_value_that_is_looked_at_in_a_call_in_which_another_is_not_as_usual() -> None:
+    """Its program is made once for what it is, and once more in the same call for what a check says."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+            h = self.layer(x) * len(options["name"]) * options["rate"]
+            return h.square().sum() * (2 if int((x + 0 * h.detach() > 0).sum()) > 7 else 1)
+
+    plain, planned = plain_and_planned(Model)
+    for step in range(STEPS):
+        x = torch.full((4, 4), 1.5 if step >= 2 else -0.5)
+        options = {"name": "a" * (1 + step // 2), "rate": 0.5 + step}
+        losses = [model(x, dict(options)) for model in (plain, planned)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    assert torch.equal(plain.layer.weight.grad, planned.layer.weight.grad)  # type: ignore[arg-type]

@@ -47,6 +47,22 @@ OPERATORS = [
     "{n} * (h if {n} > 0.5 else h.sin())",
 ]  # fmt: skip
 
+PLACES = [
+    "self.step", "self.count", "self.count * 3", "random.randrange(30)", "random.choice([1, 5, 9])", "np.random.randint(30)",
+    "torch.randint(0, 30, ()).item()", "int(torch.rand(1) * 30)", "h.sum(1).argmax().item()", "h.detach().sum(1).argmax()",
+    "(torch.rand(3) * 20).long()[1]", "options['step']", "len(options['name'])", "int(self.spot)", "self.spot[0]", "number",
+    "int(number)", "int(weight * 10)", "(h > 0).sum().item() % 20", "(h > 0).sum() % 20", "int(self.space.rate * 10)", "-1",
+]  # fmt: skip
+MOVED = ["{p}", "{p} + 1", "{p} % 7", "({p} + 3) % 11", "2 * {p}", "{p} - 1", "{p} // 2", "min({p}, 9)", "30 - {p}"]
+PLACED = [
+    "h = h * self.table[p]", "h = h + self.table[p : p + 1]", "h = h * self.table[p : p + 4].mean(0)",
+    "h = h + self.bank[p + 2 : p + 8].clone().sum(0)", "h = h + self.bank.clone()[:, p % 8].mean()", "h = h + h[p % 3]",
+    "h = h * self.table[p:].mean()", "h = h * self.table[:p].sum()", "h = h + self.table[p, 2 : p + 3].sum()",
+    "self.bank[p : p + 2] = h[:2].detach()", "self.bank[p] = 0.5", "self.bank[p].add_(1)", "self.bank[p : p + 3] *= 0.5",
+    "self.bank[1:, p % 8] = h.detach().mean()", "self.spot[0] = (p + 2) % 30", "self.count = p", "p = p + 2", "p += 1",
+    "h = torch.cat([h, self.table[None, p : p + 2].flatten(0, 1)])", "h = h * self.bank.clone()[..., p % 5 : p % 5 + 1].sum()",
+]  # fmt: skip
+
 
 def _source(draw: random.Random) -> str:
     def number() -> str:
@@ -60,6 +76,9 @@ def _source(draw: random.Random) -> str:
     for _ in range(draw.randrange(2, 6)):
         lines.append(f"h = {draw.choice(OPERATORS).format(n=number(), m=number())}")
         lines += ["h = torch.tanh(self.second(h))"] if draw.random() < 0.4 else []
+    if draw.random() < 0.5:
+        lines.append(f"p = {draw.choice(MOVED).format(p=draw.choice(PLACES))}")
+        lines += [draw.choice(PLACED) for _ in range(draw.randrange(1, 5))]
     if draw.random() < 0.2:
         lines.append(f"self.weights[{draw.choice(['kl', 'new'])!r}] = {number()}")
     if draw.random() < 0.3:
@@ -68,7 +87,9 @@ def _source(draw: random.Random) -> str:
         lines.append("h = h * (options['kl'] + options['batch'].x)")
     result = f"h.square().mean() * {number() if draw.random() < 0.5 else 1}"
     lines.append(f"return {result}, [{', '.join(number() for _ in range(draw.randrange(3)))}]")
-    return "def forward(self, x, weight, options, temperature=1.0):\n" + "".join(f"    {line}\n" for line in lines)
+    return "def forward(self, x, weight, options, number, temperature=1.0):\n" + "".join(
+        f"    {line}\n" for line in lines
+    )
 
 
 def _model(source: str) -> Any:
@@ -84,6 +105,9 @@ def _model(source: str) -> Any:
     model.weights, model.schedule = {"kl": 0.3, "deep": [0.5, 2.0]}, [0.1, 0.7]
     model.space, model.rate = types.SimpleNamespace(rate=0.4), np.float64(0.6)
     model.first.cfg = model.weights
+    model.table = nn.Parameter(torch.randn(40, 8))
+    model.register_buffer("bank", torch.randn(40, 8))
+    model.register_buffer("spot", torch.zeros(1, dtype=torch.long))
     return model
 
 
@@ -115,15 +139,17 @@ def _run(model: Any, step: int, rows: int) -> Any:
     x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(step))
     options = _options(step)
     try:
-        loss, numbers = model(x, 0.3 + 0.1 * step, options, temperature=1.0 if step < 4 else 1.5)
+        number = torch.tensor(step * 2)
+        loss, numbers = model(x, 0.3 + 0.1 * step, options, number, temperature=1.0 if step < 4 else 1.5)
         loss.backward()
-    except (ArithmeticError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, ValueError, RuntimeError, IndexError, TypeError) as error:
         return type(error).__name__
     gradients = [None if one.grad is None else repr(one.grad.tolist()) for one in model.parameters()]
     batch = options.pop("batch")
     shown = [one.tolist() if isinstance(one, torch.Tensor) else one for one in (*numbers, *options, *options.values())]
     left = repr((loss.item(), shown, model.weights, model.first.cfg, batch.rate, batch.x))
-    return left, gradients, model.step, torch.get_rng_state().tolist(), random.getstate()
+    places = model.bank.tolist(), model.spot.tolist(), model.count
+    return left, gradients, places, model.step, torch.get_rng_state().tolist(), random.getstate()
 
 
 def _check(seed: int) -> None:

@@ -29,11 +29,10 @@ from lowtide.capture.python_state.effects.backward_effects import BackwardEffect
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs, inputs_at
 from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder, drawn_number
 from lowtide.capture.python_state.guards import counters
-from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.counters import Readers
 from lowtide.capture.python_state.guards.external_effects import hooks_kept
 from lowtide.capture.python_state.guards.guards import Guards
-from lowtide.capture.python_state.guards.reads import Place, Read, read_of
+from lowtide.capture.python_state.guards.reads import Read, read_of
 from lowtide.capture.python_state.guards.standing import Numbers
 from lowtide.capture.python_state.paths import AttributePath, leaf, sharing
 from lowtide.capture.read_numbers import TensorNumbers
@@ -81,7 +80,7 @@ class _Trace:
     effects: Effects
     questions: tuple[Any, ...]
     draws: RandomNumbers | None
-    bounds: Mapping[Place, Comparisons]
+    known: Known
 
 
 def capture(
@@ -136,9 +135,9 @@ def _with_scalars(
     recorder = known.recorder
     assert recorder is not None
     if like is None:
-        drawn = recorder.comparing
+        drawn = {*recorder.standing}
         trace, later = _traced(call, replace(known, moved=True))
-        if later.computed != known.computed or recorder.comparing != drawn:
+        if later.computed != known.computed or recorder.standing != drawn:
             return replace(later, moved=False)
         moved = _finished(call, trace, rewrite)
         reads, taken = trace.traced.numbers.inputs(drawn_number)
@@ -151,7 +150,8 @@ def _with_scalars(
         program = with_scalars_of(like.program, captured.program, numbers) if same else None
     if program is not None:
         return Captured(with_items(program), replace(captured.contract, scalars=tuple(reads)))
-    recorder.comparing = recorder.comparing and all(isinstance(one, Read) for one in reads)
+    if not all(isinstance(one, Read) for one in reads):
+        recorder.standing.clear()
     computed = known.computed.union(one.place for one in reads if isinstance(one, Read))
     return replace(known, computed=computed, items=known.items and bool(reads))
 
@@ -184,7 +184,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     model, recorder, effects = call.model, known.recorder, known.effects
     mode = AnsweringFakeMode(call.sizes, known.expected)
     held, followed = _followed(model, known.follow, (*call.state.registered, *call.tensors))
-    fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held))
+    fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held), known.unknown)
     numbers = Numbers(known.numbers.values(), known.scalars, known.moved, known.computed)
     recorder.taken, recorder.moved = numbers.taken if known.scalars else None, known.moved
     taken = numbers.taken if known.scalars and call.sizes is None else None
@@ -236,12 +236,14 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         if read.asking is not None and can_follow(read.asking):
             return replace(known, effects=effects, converting=(*known.converting, read.asking))
         if read.misused:
-            return replace(known, effects=effects, items=False)
+            return known.without_numbers_read(effects)
         learned = _learned_of_numbers(known, traced, error)
         if learned is not None:
             return learned
         if recorder.used_otherwise(failed=True, or_unknown=True):
             return replace(known, effects=effects)
+        if known.unknown:
+            return known.without_numbers_read(effects)
         if isinstance(error, LowtideError):
             raise
         raise capture_error(error) from error
@@ -253,10 +255,8 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)
     if read.misused:
-        return replace(known, effects=effects, items=False)
-    return _Trace(
-        module, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws, known.bounds
-    )
+        return known.without_numbers_read(effects)
+    return _Trace(module, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws, known)
 
 
 def _learned_of_numbers(known: Known, traced: TracedModel, error: BaseException | None = None) -> Known | None:
@@ -314,7 +314,8 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Rewrite | None) -> Captu
     expected = tuple(trace.traced.expectations.answers)
     names = trace.traced.late.difference(map(leaf, (*run.changes.plain, *run.changes.tensors)))
     late = tuple(read for read in guards[0].reads if read.name in names)
-    conditions = Conditions(trace.questions, guards, trace.draws, followed, written, expected, late, trace.bounds)
+    learned = trace.known.bounds, trace.known.unknown
+    conditions = Conditions(trace.questions, guards, trace.draws, followed, written, expected, late, *learned)
     left = settings, trace.traced.counted(), run.buffers
     return Captured(program, Contract(run.result, conditions, effects, *left, run.specs, run.writes))
 

@@ -38,7 +38,8 @@ class Conditions:
     """What a program depends on beside the layouts of its inputs: the answers to ``questions`` about their values, what the
     model is like, in one of several ways (``guards``), and what Python and NumPy draw. ``written``: flat inputs that it writes
     into, whose memory no other input may share. ``expected``: how checks of values go, which the program looks at itself.
-    ``late``: what code reads in the backward pass, which must be the same when that comes. ``bounds``: as of ``Known``."""
+    ``late``: what code reads in the backward pass, which must be the same when that comes. ``bounds`` and ``unknown``: as of
+    ``Known``."""
 
     questions: tuple[Any, ...] = ()
     guards: tuple[Guards, ...] = (Guards(),)
@@ -48,6 +49,7 @@ class Conditions:
     expected: tuple[bool, ...] = ()
     late: tuple[Read, ...] = ()
     bounds: Mapping[Place, Comparisons] = field(default_factory=dict)
+    unknown: frozenset[int] = frozenset()
 
     def hold(self, modules: Sequence[nn.Module], inputs: list[torch.Tensor], memo: dict[int, Any]) -> bool:
         """Whether a call now has this program. ``modules``: all of the model's, itself first; ``inputs``: flat, without those
@@ -115,13 +117,12 @@ class Conditions:
         answers = (f"{question.source}: {question.answer}, then {new}" for question, new in self._other_answers(given))
         return self.changed(model) or next(answers, "what is drawn from the generators of Python or NumPy")
 
-    def counts(self, model: nn.Module, inputs: list[torch.Tensor]) -> bool:
-        """Whether a question has another answer that is about what the program itself writes: a buffer that counts calls, a
-        place in a queue."""
+    def changed_inputs(self, model: nn.Module, inputs: list[torch.Tensor], asks: str = "") -> frozenset[int]:
+        """The flat inputs of which a question has another answer, one that ``asks`` so."""
         given = self.held_inputs.behind(inputs, model)
-        return given is not None and any(
-            question.known.positions() & self.written for question, _ in self._other_answers(given)
-        )
+        others = () if given is None else self._other_answers(given)
+        asked = (question.known.positions() for question, _ in others if question.ask.startswith(asks))
+        return frozenset[int]().union(*asked)
 
     def ask_other_numbers(self, inputs: list[torch.Tensor], model: nn.Module, states: int) -> bool:
         """Whether a question about whole numbers in arguments has another answer for these inputs of ``model``, the first

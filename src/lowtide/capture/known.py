@@ -32,6 +32,8 @@ class Known:
     ``scalars``: whether numbers that operators take may be inputs of the program; ``moved``: operators are given others;
     ``items``: whether there may be numbers of tensors that the pass has computed, and
     ``converting``: variables of modules whose code asks for these by ``float`` or ``int``.
+    ``unknown``: flat inputs with other whole numbers in each call, of which a number that code reads is one that the pass has
+    computed; ``asked``: those with which it does more.
     ``expected``: how the first checks of values go (``trace.expected``); with ``None`` there are to be none.
     """
 
@@ -48,6 +50,8 @@ class Known:
     moved: bool = False
     items: bool = True
     converting: tuple[Variables, ...] = ()
+    unknown: frozenset[int] = frozenset()
+    asked: frozenset[int] = frozenset()
 
     @staticmethod
     def of(captured: Captured) -> Known:
@@ -55,22 +59,32 @@ class Known:
         contract = captured.contract
         numbers, expected = contract.conditions.compared(), contract.conditions.expected
         recorder = contract.conditions.recorder()
-        return Known(contract.effects, contract.held_inputs, recorder, numbers=numbers, expected=expected)
+        unknown = contract.conditions.unknown
+        return Known(
+            contract.effects, contract.held_inputs, recorder, numbers=numbers, expected=expected, unknown=unknown
+        )
 
     @staticmethod
     def like(captured: Captured) -> Known:
         """To trace a call that is like it but for what its Python code does."""
         contract = captured.contract
         numbers, expected = contract.conditions.compared(), contract.conditions.expected
-        return Known(follow=contract.held_inputs.attributes(), numbers=numbers, expected=expected)
+        follow, unknown = contract.held_inputs.attributes(), contract.conditions.unknown
+        return Known(follow=follow, numbers=numbers, expected=expected, unknown=unknown)
 
-    def with_changes(self, conditions: Conditions, model: nn.Module) -> Known:
-        """For another call, where these conditions do not hold any more: what has changed is likely to change again."""
+    def without_numbers_read(self, effects: Effects | None) -> Known:
+        """The next thing to try where more is done with numbers that are read of tensors than is known."""
+        return replace(self, effects=effects, items=self.items and bool(self.unknown), unknown=frozenset())
+
+    def with_changes(self, conditions: Conditions, model: nn.Module, unknown: frozenset[int]) -> Known:
+        """For another call, where these conditions do not hold any more: what has changed is likely to change again, also
+        those of the flat inputs that are ``unknown`` before."""
         numbers = {**self.numbers, **conditions.other_numbers(model)}
         met = (self.bounds.keys() & numbers.keys()) - self.tried
         passed = {place for place in met if not self.bounds[place].hold(current(*numbers[place][:3]))}
         left = replace(self, computed=self.computed - passed, tried=self.tried | passed)
-        return replace(left, follow=self.attributes | conditions.other_tensors(model), numbers=numbers)
+        follow, unknown = self.attributes | conditions.other_tensors(model), self.unknown | unknown - self.asked
+        return replace(left, follow=follow, numbers=numbers, unknown=unknown)
 
     def comes_to_bounds(self, places: Iterable[Place], calls: int) -> bool:
         """Whether all of these numbers, should they go on as from the last call to this one, will compare otherwise within so
@@ -86,7 +100,11 @@ class Known:
         there = conditions.places()
         unread = {place: read for place, read in self.numbers.items() if read.outer not in there}
         computed = self.computed | self.numbers.keys() - compared.keys() - unread.keys()
-        return replace(self, computed=computed, bounds=bounds, numbers={**unread, **compared})
+        asked = self.asked | self.unknown - conditions.unknown
+        unknown = self.unknown & conditions.unknown
+        return replace(
+            self, computed=computed, bounds=bounds, numbers={**unread, **compared}, unknown=unknown, asked=asked
+        )
 
     @property
     def attributes(self) -> frozenset[AttributePath]:

@@ -18,7 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from lowtide.capture.python_state.guards.compared import Comparisons, StandIn
+from lowtide.capture.positions import is_place, with_places
+from lowtide.capture.python_state.guards.compared import Comparisons, StandIn, at_least, at_most
 from lowtide.capture.trace.classes import fake_of
 from lowtide.capture.trace.expected import READ, expect, is_drawn
 from lowtide.program.items import TensorNumber
@@ -32,6 +33,13 @@ _MOST = 64  # of one call, each of which is an operator: lists of many are no nu
 _EXACT = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, abs}  # on tensors as on numbers
 
 
+_Version = tuple[int, int]  # of a tensor: which one it is, and how often it has been written
+
+
+def _version(tensor: torch.Tensor) -> _Version:
+    return id(tensor), tensor._version
+
+
 class TensorNumbers:
     """Of one trace. ``allowed``: whether there may be any; ``taken``: what operators took of all numbers, or ``None`` where
     they may take none of tensors; ``moved``: whether they are given others; ``converting``: variables of the modules whose code
@@ -42,10 +50,14 @@ class TensorNumbers:
         self.asking: Variables | None = None
         self._taken = taken
         self._read: list[Comparisons] = []
+        self._places: dict[_Version, tuple[torch.Tensor, StandIn | None]] = {}
+        self._sums: dict[_Version, tuple[torch.Tensor, torch.Tensor, _Version, int]] = {}  # of a tensor and a number
 
     def begin(self) -> None:
         """A run of the model begins."""
         self._read.clear()
+        self._places.clear()
+        self._sums.clear()
 
     def __bool__(self) -> bool:
         return bool(self._read)
@@ -54,6 +66,25 @@ class TensorNumbers:
     def misused(self) -> bool:
         """Whether the last run does more with one than is known."""
         return any(one.used_otherwise for one in self._read)
+
+    def indexing(self, function: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments of a call, where that indexes a tensor by others of one whole number: by what stands for these, which
+        PyTorch reads."""
+        return with_places(function, args, self._place)
+
+    def _place(self, tensor: torch.Tensor) -> StandIn | None:
+        version = _version(tensor)
+        if version not in self._places:
+            _, of, before, number = self._sums.get(version, (None, None, version, 0))
+            begin = None if of is None or _version(of) != before else self._place(of)
+            made: Any = self.item(tensor) if begin is None else operator.add(begin, number)
+            self._places[version] = tensor, made
+        return self._places[version][1]
+
+    def note_sum(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
+        """A call may have moved a place by a number of Python's."""
+        if function in _ADDING and [type(one) for one in args[1:]] == [int] and is_place(result):
+            self._sums[_version(result)] = result, args[0], _version(args[0]), args[1]
 
     def convert(self, tensor: Any, calling: types.FrameType) -> None:
         """Code asks for the number of a traced tensor itself."""
@@ -94,7 +125,8 @@ class TensorNumbers:
             made = _made(function, one, other)
             if made.dtype is not torch.bool:
                 return self._of(made)
-            if not any(is_drawn(each.comparisons.tensor) for each in (one, other) if _is_of_tensor(each)):
+            drawn = any(is_drawn(each.comparisons.tensor) for each in (one, other) if _is_of_tensor(each))
+            if function in _INSIDE or not drawn:
                 expect(made, function in _USUALLY)
             return bool(made)
 
@@ -111,8 +143,10 @@ def _is_of_tensor(one: Any) -> bool:
     return type(one) is StandIn and one.comparisons.tensor is not None
 
 
-_COMPARING = {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
-_USUALLY = {operator.ne, math.isfinite}  # true
+_INSIDE = {at_least, at_most}
+_ADDING = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__}
+_COMPARING = {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, *_INSIDE}
+_USUALLY = {operator.ne, math.isfinite, *_INSIDE}  # true
 _ASKING = {math.isnan: torch.isnan, math.isinf: torch.isinf, math.isfinite: torch.isfinite}
 
 

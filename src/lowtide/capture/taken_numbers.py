@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lowtide.capture.positions import stands_in, with_positions
 from lowtide.capture.python_state.code.beside import Code, places_of
 from lowtide.capture.python_state.guards.compared import StandIn
 from lowtide.capture.trace.known_values import unknown
@@ -71,7 +72,7 @@ class TakingNumbers(torch.overrides.TorchFunctionMode):
 
     def run(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
         """A call that has come to the mode from the frame ``calling``."""
-        stands = any(type(one) is StandIn for one in (*args, *kwargs.values()))
+        stands = any(type(one) is StandIn for one in (*args, *kwargs.values())) or stands_in(func, args)
         if stands and isinstance(func, _BUILT_IN):
             with unknown():
                 return self.called(*_taken(func, args, kwargs), calling)
@@ -102,6 +103,8 @@ def _taken(
     if function in _MAKING and type(args[0]) is StandIn and kwargs.keys() <= {"dtype", "device"}:
         dtype = {float: torch.get_default_dtype(), int: torch.int64}.get(args[0].kind, torch.float64)
         function, args, kwargs = torch.full, ((), args[0], *args[1:]), {"dtype": dtype, **kwargs}
+    if not kwargs:
+        function, args = with_positions(function, args)
     special = _SPECIAL.get(function.__name__.removesuffix("_"))
     if special is None:
         return function, args, kwargs

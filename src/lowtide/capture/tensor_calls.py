@@ -146,6 +146,11 @@ class TensorCalls(TakingNumbers):
         calling = sys._getframe(1)
         return self.run(below(func, calling), args, kwargs or {}, calling)
 
+    def run(self, func: Any, args: Any, kwargs: Any, calling: FrameType) -> Any:
+        made = super().run(func, self.numbers.indexing(func, args), kwargs, calling)
+        self.numbers.note_sum(func, args, made)
+        return made
+
     def called(self, func: Any, args: Any, kwargs: Any, calling: FrameType) -> Any:
         if self._requires(func, args, kwargs):
             return args[0] if func is torch.Tensor.requires_grad_ else None

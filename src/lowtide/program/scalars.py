@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lowtide.program.program import Call, Program
+from lowtide.program.program import Call, Program, TensorMeta
 
 NUMBERS = (int, float)  # that operators take
 CHANGING = (*NUMBERS, np.float64)  # that may change: operators take those of NumPy as Python's
@@ -75,11 +75,13 @@ _KINDS: dict[type, type] = {float: FloatScalar, int: IntScalar}
 
 
 class Taken(NamedTuple):
-    """That an operator took what ``source`` says: ``value`` in the call, and ``shown`` while it was traced."""
+    """That an operator took what ``source`` says: ``value`` in the call, and ``shown`` while it was traced. ``placed``: as a
+    place in a tensor."""
 
     source: Source
     value: Any
     shown: Any
+    placed: bool = False
 
 
 def can_be_input(number: Any) -> bool:
@@ -99,7 +101,13 @@ def with_scalars(shown: Program, plain: Program, taken: Sequence[Taken]) -> Prog
     if calls is None:
         return None
     found = replace(plain, calls=calls)
-    return found if found.same_as(replace(shown, calls=calls), frozenset()) else None
+    return found if found.same_as(replace(shown, calls=calls, metas=_placed_alike(shown, plain)), frozenset()) else None
+
+
+def _placed_alike(shown: Program, plain: Program) -> tuple[TensorMeta, ...]:
+    """The layouts of the former, as far as they are not where in its memory a value begins: numbers may say that."""
+    pairs = zip(shown.metas, plain.metas, strict=False)
+    return tuple(replace(one, storage_offset=other.storage_offset) for one, other in pairs)
 
 
 def with_scalars_of(like: Program, program: Program, numbers: Sequence[Any]) -> Program | None:
@@ -159,10 +167,17 @@ def _argument(shown: Any, plain: Any, taken: Sequence[Taken]) -> Any:
         return type(plain)(_argument(one, other, taken) for one, other in zip(shown, plain, strict=True))
     if type(plain) not in NUMBERS or repr(shown) == repr(plain):
         return plain  # anything else is compared with the rest of the program
-    source = next((found for one in taken for found in _sources(one, shown) if _is(found, one, shown, plain)), None)
+    source = next(_explaining(taken, shown, plain), None)
     if source is None:
         raise _UnexplainedError
     return _scalar(plain, source)
+
+
+def _explaining(taken: Sequence[Taken], shown: Any, plain: Any) -> Iterator[Source]:
+    """From what both numbers may follow: first as they are."""
+    yield from (one.source for one in taken if repr((one.shown, one.value)) == repr((shown, plain)))
+    others = (one for one in taken if not one.placed)
+    yield from (found for one in others for found in _sources(one, shown) if _is(found, one, shown, plain))
 
 
 def _scalar(number: Any, source: Source) -> Any:

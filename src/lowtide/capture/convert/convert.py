@@ -263,12 +263,13 @@ class _Walk:
         return value
 
     def _mark_unused_random(self, output: fx.Node) -> None:
-        """A random operator that nobody reads still advances the generator: it runs exactly once."""
-        used = {value for op in self.builder.ops for value in op.inputs}
-        used |= {self.value_of[n] for n in output.all_input_nodes if isinstance(self.value_of.get(n), int)}
-        for op in self.builder.ops:
-            if op.random and not used.intersection(op.outputs):
+        """A random operator that nothing comes of still advances the generator: it runs exactly once."""
+        used = {self.value_of[n] for n in output.all_input_nodes if isinstance(self.value_of.get(n), int)}
+        for op in reversed(self.builder.ops):
+            if op.random and used.isdisjoint(op.outputs):
                 self.builder.ops[op.id] = replace(op, effect=True)
+            if op.effect or op.random or not used.isdisjoint(op.outputs):
+                used.update(op.inputs)
 
 
 def _callable(target: Any) -> Callable[..., Any]:

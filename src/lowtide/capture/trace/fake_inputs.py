@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -11,12 +11,17 @@ from lowtide.capture.trace.fake import AnsweringFakeMode
 
 
 def fakes_of(
-    mode: AnsweringFakeMode, state: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    mode: AnsweringFakeMode,
+    state: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    unknown: Collection[int] = (),
 ) -> list[torch.Tensor]:
-    return [_fake(mode, tensor, i, len(state)) for i, tensor in enumerate((*state, *tensors))]
+    """In their order. ``unknown``: those that answer no questions."""
+    every = enumerate((*state, *tensors))
+    return [_fake(mode, tensor, i, len(state), i not in unknown) for i, tensor in every]
 
 
-def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, states: int) -> torch.Tensor:
+def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, states: int, answers: bool) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):  # a sample without memory
         return _same_layout(mode, tensor)
     leaf, state = tensor.detach() if tensor.grad_fn is not None else tensor, position < states
@@ -27,7 +32,8 @@ def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, states: 
     )
     if tensor.grad_fn is not None and tensor.requires_grad:
         fake.requires_grad_()
-    mode.register_input(fake, tensor, position, state)
+    if answers:
+        mode.register_input(fake, tensor, position, state)
     copy_attributes(tensor, fake)
     return fake
 

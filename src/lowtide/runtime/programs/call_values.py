@@ -55,9 +55,7 @@ class CallValues:
     def settle(self, sample: Sample, captured: Captured) -> None:
         """Have those belong to signatures again with which the program of this call does more than what is known."""
         known = {name for kind, owner, name in captured.contract.conditions.compared() if owner == id(self.values)}
-        for way in sample.changing.keys() - known:
-            self._fixed.add(ways.alike(way))
-            self.values.pop(way, None)
+        self._fixed.update(map(ways.alike, sample.changing.keys() - known))
 
 
 class _First(NamedTuple):

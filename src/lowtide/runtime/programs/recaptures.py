@@ -87,10 +87,13 @@ class Recaptures:
         self._counts[key] += 1
         times, name, conditions = self._counts[key] + 1, type(model).__name__, latest.conditions[0]
         why = conditions.broken(model, inputs)
-        self.known = self.known.with_changes(conditions, model)
+        numbers = conditions.changed_inputs(model, inputs, "item")
+        self.known = self.known.with_changes(conditions, model, numbers)
         computed = self.known.numbers.keys() & self.known.computed
         drawn = conditions.draws is not None and not conditions.draws.come_again
-        if conditions.counts(model, inputs):
+        if (
+            conditions.changed_inputs(model, inputs) & conditions.written
+        ):  # a buffer that counts calls, a place in a queue
             self._counting.add(key)
         grows = bool(latest.captured.contract.effects.grown)
         few = (

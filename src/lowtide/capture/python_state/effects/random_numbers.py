@@ -1,11 +1,11 @@
 """Draws from the generators of Python and NumPy in a forward pass.
 
 No operator stands for such a draw: the program was made with the numbers that came. Most models only compare them with a
-threshold (layer drop). Then the comparisons are what the program depends on: a later call draws the same numbers as eager
-would, and where they compare as before the program is the same. An integer (how often a block is recycled) may be used for
-anything: the program is the same where the next one is equal. With any numbers it is where they only choose what is checked:
-beartype draws which item of a container it looks at. Where a model computes with its draws (a mask made by
-NumPy), the program holds for the very state of the generators that it was captured with.
+threshold (layer drop), or hand them to operators. Then the comparisons are what the program depends on: a later call draws
+the same numbers as eager would, and where they compare as before the program is the same. An integer (how often a block is
+recycled) may be used for anything else: the program is the same where the next one is equal. With any numbers it is where they
+only choose what is checked: beartype draws which item of a container it looks at. Where a model computes with its draws (a
+mask made by NumPy), the program holds for the very state of the generators that it was captured with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -46,6 +46,7 @@ _SCALARS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (np.random, ("rand", "random", "random_sample", "uniform", "normal", "randn", "beta", "exponential", "gamma")),
 )
 _INTEGERS: tuple[tuple[Any, tuple[str, ...]], ...] = ((random, ("randrange", "randint")), (np.random, ("randint",)))
+_CHOICES: tuple[tuple[Any, tuple[str, ...]], ...] = ((random, ("choice",)),)
 
 State = tuple[Any, ...]  # of Python's generator, and of NumPy's
 
@@ -238,7 +239,7 @@ class RandomRecorder:
         self.end = self.start
         self.numbers: list[RandomNumber] = []
         self.seeded = False  # whether the forward pass gives a generator a state of its own
-        self.comparing = True  # as long as no more is done with drawn numbers than is known
+        self.standing = {float, int}  # kinds of drawn numbers with which no more is done than is known
         self.taken: list[Taken] | None = None
         self.moved = False
 
@@ -250,9 +251,12 @@ class RandomRecorder:
         with untouched(self.start), contextlib.ExitStack() as stack:
             kinds, beside = code
             stack.enter_context(all_wrapped(_SEEDING, telling(self._note_seed)))
-            if self.comparing:
-                stack.enter_context(all_wrapped(places_of(_SCALARS, beside), self._recording))
-            stack.enter_context(all_wrapped(places_of(_INTEGERS, beside), self._recording_value))
+            for kind, drawing in ((float, _SCALARS), (int, _INTEGERS)):
+                if kind is int or kind in self.standing:
+                    recording = self._recording(kind, kind in self.standing)
+                    stack.enter_context(all_wrapped(places_of(drawing, beside), recording))
+            choose = _choosing(self._recording(int, stands=False)(GENERATORS[0].randrange))
+            stack.enter_context(all_wrapped(places_of(_CHOICES, beside), lambda _: choose))
             for defaults in _of_checking_functions(kinds, beside):
                 contents[id(defaults)] = Content(defaults, content(defaults) or ())
                 stack.callback(defaults.__setitem__, _CHOOSING, defaults[_CHOOSING])
@@ -266,10 +270,18 @@ class RandomRecorder:
         """Whether the forward pass is to be followed anew, with plain numbers; ``failed``: it raised an error,
         ``or_unknown``: perhaps because of them."""
         every = [number.comparisons for number in self.numbers]
-        misused = any(one.used_otherwise or (one.kept and not failed) for one in every)
-        again = self.comparing and bool(every) and (misused or or_unknown)
-        self.comparing = self.comparing and not again
-        return again
+        misused = (one for one in every if or_unknown or one.used_otherwise or (one.kept and not failed))
+        lost = self.standing & {one.kind for one in misused}
+        if float in lost or (not failed and self._is_taken_in_part()):
+            lost = {*self.standing}
+        self.standing -= lost
+        return bool(lost)
+
+    def _is_taken_in_part(self) -> bool:
+        """Whether operators take drawn numbers, of which later calls would not know all."""
+        numbers = (one.source.number for one in self.taken or ())
+        taken = any(isinstance(number, int) and number < 0 for number in numbers)
+        return taken and self.draws is not None and self.draws.numbers is None
 
     @property
     def draws(self) -> RandomNumbers | None:
@@ -285,28 +297,22 @@ class RandomRecorder:
     def _note_seed(self) -> None:
         self.seeded = True
 
-    def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            value = function(*args, **kwargs)
-            if type(value) is not float:
-                return value
-            place = None if self.taken is None else drawn_number(len(self.numbers))
-            comparisons = Comparisons(
-                float, number=place, moved=self.moved, taken=[] if self.taken is None else self.taken
-            )
-            self.numbers.append(RandomNumber(function, args, kwargs, comparisons))
-            return comparisons.stand_in(value)
+    def _recording(self, kind: type, stands: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def recording(function: Callable[..., Any]) -> Callable[..., Any]:
+            def draw(*args: Any, **kwargs: Any) -> Any:
+                value = function(*args, **kwargs)
+                if type(value) is not kind:
+                    return value
+                place = None if self.taken is None else drawn_number(len(self.numbers))
+                taken = [] if self.taken is None else self.taken
+                comparisons = Comparisons(kind, number=place, moved=self.moved, taken=taken)
+                comparisons = comparisons if stands else Comparisons.equal_to(value)
+                self.numbers.append(RandomNumber(function, args, kwargs, comparisons))
+                return comparisons.stand_in(value) if stands else value
 
-        return draw
+            return draw
 
-    def _recording_value(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            value = function(*args, **kwargs)
-            if type(value) is int:
-                self.numbers.append(RandomNumber(function, args, kwargs, Comparisons.equal_to(value)))
-            return value
-
-        return draw
+        return recording
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any) -> Any:
@@ -314,6 +320,11 @@ class RandomRecorder:
             return function(*args)
 
         return draw
+
+
+def _choosing(place: Callable[[int], int]) -> Callable[[Sequence[Any]], Any]:
+    """Python's choice, which draws a ``place`` in a sequence."""
+    return lambda sequence: sequence[place(len(sequence))]
 
 
 def _of_checking_functions(kinds: set[type], variables: Iterable[Variable]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ import torch
 from lowtide.capture.python_state.guards.reads import Read
 from lowtide.capture.python_state.guards.texts import text_stand_in
 from lowtide.objects import structure
-from lowtide.objects.keys import layout
 from lowtide.objects.places import current
 from lowtide.program.items import Item
 from lowtide.program.scalars import CHANGING, NUMBERS, Operation, Operations, Source, Taken, can_be_input, result_of
@@ -110,12 +109,32 @@ class Comparisons:
         is a number close to it, as nothing else that operators take is, so that what comes of it is known by its value."""
         assert self.number is not None
         source = Source(self.number, operations)
-        known = next((one for one in self.taken if one.source == source), None)
+        known = next((one for one in self.taken if one.source == source and not one.placed), None)
         if known is None:
             shown = _close_to(value, len(self.taken)) if self.moved else value
             known = Taken(source, value, shown)
             self.taken.append(known)
         return known.shown
+
+    def take_at(self, ends: Sequence[tuple[int, Operations]], last: int) -> list[int] | None:
+        """The same where an operator takes it, and what is so far behind it, as places in a tensor, the first of which may be
+        from 0 to ``last``: what it is given, ``None`` where nothing would tell these from other numbers."""
+        assert self.number is not None
+        start = ends[0][0]
+        begin = start if self.tensor is None else 0  # nobody knows where, so that any place does
+        values = [begin + value - start for value, _ in ends]
+        if last == 0:
+            return values
+        sources = [Source(self.number, operations) for _, operations in ends]
+        known = {one.source: one for one in self.taken if one.placed}
+        pairs = {(one.value, one.shown) for one in self.taken if not (one.placed and one.source in sources)}
+        for moved in (*range(1, last - begin + 1), *range(-1, -begin - 1, -1)) if self.moved else (0,):
+            made = [Taken(source, one, one + moved, True) for source, one in zip(sources, values, strict=True)]
+            apart = not self.moved or pairs.isdisjoint((one.value, one.shown) for one in made)
+            if apart and all(known.get(one.source, one) == one for one in made):
+                self.taken += [one for one in made if one.source not in known]
+                return [one.shown for one in made]
+        return None
 
     def count(self, left: StandIn) -> bool:
         """The pass has left this one in the number's place: whether that is another number."""
@@ -129,19 +148,12 @@ class Comparisons:
         self._stand_ins.clear()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Form:
-    """What is in an attribute that a pass leaves tensors in, but for the values of these: their layouts, and all else."""
+def at_least(value: Any, bound: int) -> Any:
+    return value >= bound  # as a place in a tensor nearly always is
 
-    layout: Any
 
-    @classmethod
-    def of(cls, value: Any) -> Form:
-        return cls(layout(value))
-
-    def hold(self, value: Any) -> bool:
-        """Whether another value in its place is alike."""
-        return bool(layout(value) == self.layout)
+def at_most(value: Any, bound: int) -> Any:
+    return value <= bound
 
 
 _TINY, _LARGE = 1e-6, 1e9  # of floats: beyond these, sums with one are rounded
@@ -204,6 +216,10 @@ class StandIn(torch.SymFloat):
                 one.used_otherwise = True
             raise self.misused()
         return join(function, self, other)
+
+    def is_within(self, last: int) -> bool:
+        """Whether it is a place from 0 to the ``last``."""
+        return bool(self._compared(at_least, 0)) and bool(self._compared(at_most, last))
 
     def asked(self, predicate: Callable[[Any], bool]) -> bool:
         """What a predicate says of this number alone."""

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.guards.compared import Comparisons, Form
+from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.external_effects import hooks_of
 from lowtide.capture.python_state.guards.files import Watched
+from lowtide.capture.python_state.guards.forms import CONDITIONS, Form, OneContainer, of_one_container
 from lowtide.capture.python_state.guards.quick import Unchanged
 from lowtide.capture.python_state.guards.reads import (
     Contents,
@@ -42,6 +43,7 @@ from lowtide.program.scalars import CHANGING
 _REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules", "has other attributes")
 _CALLING = ("__call__", "_wrapped_call_impl", "_call_impl")  # what it is to call a module
 _BESIDE = ("part", "computed")  # kinds of numbers that are not noted by themselves
+_OTHERWISE = {Form: " holds other things", OneContainer: " is no longer another attribute's"}
 _MOST_REMAKES = 8  # of the quick function, where equal values are put anew before each call
 
 
@@ -61,7 +63,7 @@ class Guards:
         cls,
         model: nn.Module,
         reads: Reads,
-        free: Collection[AttributePath] = (),
+        free: Sequence[AttributePath] = (),
         told: Collection[AttributePath] = (),
         followed: Sequence[torch.Tensor] = (),
         after: Collection[tuple[AttributePath, Any]] = (),
@@ -95,6 +97,7 @@ class Guards:
                 continue
             condition = numbers[read.place].comparisons if read.place in numbers else read.value
             kept.append(read._replace(value=instead.get(key, condition)))
+        kept += of_one_container(model, free)
         kept += [one.read._replace(value=one.comparisons) for one in numbers.values() if one.read.kind in _BESIDE]
         return cls(
             _wiring(list(model.modules())),
@@ -167,7 +170,7 @@ class Guards:
         for read in reads:
             value = current(*read[:3])
             if not _same(self.contents, read.value, value, met):
-                other = " holds other things" if type(read.value) is Form else self._difference(read.value, value)
+                other = _OTHERWISE.get(type(read.value)) or self._difference(read.value, value)
                 yield f"{read.text}{other}", read
 
     def _difference(self, kept: Any, value: Any) -> str:
@@ -202,7 +205,7 @@ def _others(numbers: Iterable[ComparedNumber]) -> dict[int, dict[int, Callable[[
 
 
 def _same(contents: Contents, kept: Any, value: Any, met: Met) -> bool:
-    return kept.hold(value) if type(kept) in (Comparisons, Form) else contents.same(kept, value, met)
+    return kept.hold(value) if type(kept) in CONDITIONS else contents.same(kept, value, met)
 
 
 def _wiring(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:

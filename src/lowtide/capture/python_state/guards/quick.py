@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.guards.compared import Comparisons, Form
 from lowtide.capture.python_state.guards.external_effects import HOOKS, hooks_of
 from lowtide.capture.python_state.guards.files import Watched
+from lowtide.capture.python_state.guards.forms import CONDITIONS
 from lowtide.capture.python_state.guards.reads import Contents, Read, compiled_attributes, put_together
 from lowtide.native import core
 from lowtide.objects import opaque
@@ -131,7 +131,7 @@ class Unchanged:
         own = owner if kind == "item" else None
         if kind == "attribute" or (kind == "names" and not isinstance(owner, nn.Module)):
             own = own_attributes(owner)
-        if type(read.value) in (Comparisons, Form):
+        if type(read.value) in CONDITIONS:
             self._items.append((_compared, (read.value.hold, kind, owner, name), [True]))
             return None
         if id(value) in self._layouts or kind in _MADE_ANEW:

@@ -1,0 +1,58 @@
+"""Conditions on attributes that a pass writes, whose values are other ones in every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lowtide.capture.python_state.guards.compared import Comparisons
+from lowtide.capture.python_state.guards.reads import Read
+from lowtide.capture.python_state.paths import AttributePath, locate, texts, value_at
+from lowtide.objects.keys import layout
+from lowtide.objects.walk import CONTAINERS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """What is in an attribute that a pass leaves tensors in, but for the values of these: their layouts, and all else."""
+
+    layout: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Form:
+        return cls(layout(value))
+
+    def hold(self, value: Any) -> bool:
+        """Whether another value in its place is alike."""
+        return bool(layout(value) == self.layout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneContainer:
+    """That there is the container of another attribute: what a pass puts into the one is in the other, too."""
+
+    model: nn.Module
+    other: AttributePath
+
+    def hold(self, value: Any) -> bool:
+        """Whether the value is that container."""
+        return value is value_at(self.model, self.other)
+
+
+CONDITIONS = (Comparisons, Form, OneContainer)
+
+
+def of_one_container(model: nn.Module, places: Sequence[AttributePath]) -> Iterator[Read]:
+    """The conditions that those of the attributes which have a container in common go on to do so."""
+    first: dict[int, AttributePath] = {}
+    for place in dict.fromkeys(places):
+        value, located = value_at(model, place), locate(model, place)
+        if located is None or not isinstance(value, CONTAINERS):
+            continue
+        other = first.setdefault(id(value), place)
+        if other != place:
+            kind = "attribute" if isinstance(located[0], nn.Module) else "held"
+            yield Read(kind, *located, OneContainer(model, other), texts([place]))
