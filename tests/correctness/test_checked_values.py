@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.api import runtime_of
+from tests.support.beside import assert_same_steps, plain_and_planned
 
 Check = Callable[[torch.Tensor], torch.Tensor]
 WIDTH = 32
@@ -302,3 +304,41 @@ def test_a_forward_pass_that_runs_again_does_not_check_again() -> None:
         for (name, parameter), other in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(parameter.grad, other.grad), name
         assert torch.equal(plain.size, model.size)
+
+
+class _Initialized(nn.Module):
+    """Its first batch shifts it, as activation normalization and codebooks have it: a flag in a buffer says that it has."""
+
+    def __init__(self, ask: Callable[[torch.Tensor], bool], flag: torch.Tensor, by_data: bool) -> None:
+        super().__init__()
+        self.layer, self.ask, self.by_data = nn.Linear(8, 8), ask, by_data
+        self.register_buffer("ready", flag)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        if not self.ask(self.ready):
+            rows = torch.bincount(h.detach().argmax(1)).argmax() if self.by_data else 2
+            self.mean.copy_(h.detach()[:rows].sum(0))
+            self.ready.fill_(1)
+        return (h - self.mean).square().sum()
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("flag", [torch.tensor(0.0), torch.zeros(1), torch.zeros(1, dtype=torch.long)])
+@pytest.mark.parametrize("ask", [bool, lambda flag: flag > 0, lambda flag: flag == 1, lambda flag: flag.item()])
+def test_a_model_that_its_first_batch_initializes_is_one_program_from_then_on(
+    ask: Callable[[torch.Tensor], bool], flag: torch.Tensor, by_data: bool
+) -> None:
+    plain, planned = plain_and_planned(lambda: _Initialized(ask, flag.clone(), by_data))
+    calls = []
+
+    def step(model: Any, number: int) -> Any:
+        loss = model(torch.randn(6, 8))
+        loss.backward()
+        if model is planned:
+            calls.append(sum(max(one.calls, 0) for ones in model.forward.entries.values() for one in ones))
+        return loss
+
+    assert_same_steps(plain, planned, step, 6)
+    assert calls[-1] - calls[2] == 3

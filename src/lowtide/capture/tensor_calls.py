@@ -25,6 +25,7 @@ from lowtide.capture.read_numbers import TensorNumbers
 from lowtide.capture.taken_numbers import TakingNumbers
 from lowtide.capture.trace.autocast import Period
 from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, TRACED, is_leaf, refuse_unknown, unregistered
+from lowtide.capture.trace.expected import flag_of
 from lowtide.capture.trace.fake import read_values
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
@@ -178,6 +179,8 @@ class TensorCalls(TakingNumbers):
             return leaf if func == IS_LEAF else None
         if func is torch.Tensor.item and (number := self.numbers.item(args[0])) is not None:
             return number
+        if func is torch.Tensor.__bool__ and flag_of(args[0]) is not None:
+            return bool(args[0].detach() != 0)
         if func in CONVERSIONS:
             self.numbers.convert(args[0], calling)
         if func in _ARRAYS or func in _TEXTS:

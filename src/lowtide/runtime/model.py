@@ -75,6 +75,8 @@ class Rematerialized(Planned):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self.parts is not None and self.parts.is_called:  # it calls itself
             return self.original_forward(*args, **kwargs)
+        if self.parts is not None and not self._was_whole and self.parts.beginning.has_turned():
+            self._try_whole()
         if self._online is not None and not self._wants_plan(self._online, (args, kwargs)):
             return self._run_online(args, kwargs)
         if self._root is None and is_sharded(self.model):
@@ -85,8 +87,7 @@ class Rematerialized(Planned):
         return self._root.handed(super().call(*args, **kwargs))
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if self._root is not None:
-            args, kwargs = self._root.received(args, kwargs)
+        args, kwargs = (args, kwargs) if self._root is None else self._root.received(args, kwargs)
         super().prepare(*hooked(self.model, args, kwargs))
 
     def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
@@ -110,9 +111,8 @@ class Rematerialized(Planned):
 
     def terms_from(self, states: int) -> int | None:
         """Of arguments always: what they were computed from may be read around the model."""
-        if self.in_terms or self._root is not None or self.settings.compiler != "eager":
-            return super().terms_from(states)
-        return states
+        otherwise = self.in_terms or self._root is not None or self.settings.compiler != "eager"
+        return super().terms_from(states) if otherwise else states
 
     def _may_split(self) -> bool:
         """Whether gradients could leave as terms of their sums, but do not. Of ``in_flight`` calls each has its own pass."""
@@ -172,10 +172,15 @@ class Rematerialized(Planned):
     def _go_back(self) -> None:
         """The call itself was wrong: that is no reason to run others in parts, or online."""
         self.parts = None
-        self._apart.clear()
-        self._leave_online()
+        self._try_whole()
         if self.settings.arena:
             self.begin_anew()
+
+    def _try_whole(self) -> None:
+        """The next call is captured, if it can be."""
+        self._apart.clear()
+        self._runs_in_parts = False
+        self._leave_online()
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
         if self._runs_in_parts and not self.entries:  # there is nothing to be found
@@ -195,12 +200,7 @@ class Rematerialized(Planned):
         except InfeasibleBudgetError as error:
             if not self.in_terms:
                 raise
-            _LOG.warning(
-                "calls of %s that wait together hand over sums of gradients, which may differ from eager's in their last bit: "
-                "their terms do not fit the budget (%s)",
-                type(self.model).__name__, str(error),
-            )  # fmt: skip
-            self._waiting.leave_summed()
+            self._waiting.leave_summed(error)
             self._leave_in_terms(False)
             return self._new_entry(key, sample, inputs, expected)
         except CaptureError as error:

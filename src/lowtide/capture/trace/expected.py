@@ -2,6 +2,7 @@
 
 They come of floating-point numbers, so nobody knows them while the model is captured. But a check has an answer that it
 nearly always gets: ``all`` of something is true, and ``any`` of it is not; compared tensors of one shape are equal.
+A number that the model keeps in a buffer (that it has been initialized, say) is compared as it is now.
 That the least of some numbers is above a bound says so of all, and that it is below says so of any (``torch.istft``
 asks that of its windows). The program is captured as it goes then, with an operator that looks at the value in each
 call, and ends the forward pass where it is another one: before anything was written, so that the call may run by
@@ -10,6 +11,7 @@ another program.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +33,14 @@ _LEAST = {_ATEN.min.default, _ATEN.amin.default}
 _MOST = {_ATEN.max.default, _ATEN.amax.default}
 _BELOW = {_ATEN.lt.Scalar, _ATEN.le.Scalar}
 _ABOVE = {_ATEN.gt.Scalar, _ATEN.ge.Scalar}
+_COMPARED = {
+    _ATEN.lt.Scalar: operator.lt,
+    _ATEN.le.Scalar: operator.le,
+    _ATEN.gt.Scalar: operator.gt,
+    _ATEN.ge.Scalar: operator.ge,
+    _ATEN.eq.Scalar: operator.eq,
+    _ATEN.ne.Scalar: operator.ne,
+}
 _NOT = {_ATEN.logical_not.default, _ATEN.bitwise_not.default}
 _AND = {_ATEN.logical_and.default, _ATEN.bitwise_and.Tensor}
 _OR = {_ATEN.logical_or.default, _ATEN.bitwise_or.Tensor}
@@ -88,6 +98,9 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
         result._lowtide_ones = True  # PyTorch's own functions ask whether something is equal to that
     if not isinstance(result, FakeTensor):
         return
+    now = getattr(args[0], "_lowtide_now", None) if args else None
+    if now is not None and func in _SAME:
+        result._lowtide_now = now  # type: ignore[attr-defined]
     if torch.Tag.nondeterministic_seeded in func.tags or (func in _SAME_ELEMENTS and is_drawn(args[0])):
         result._lowtide_drawn = True  # type: ignore[attr-defined]
     if result.dtype is not torch.bool:
@@ -97,12 +110,24 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
         usual = getattr(args[0], "_lowtide_expected", usual)
     if (func in _BELOW or func in _ABOVE) and hasattr(args[0], "_lowtide_least"):
         usual = (func in _ABOVE) == args[0]._lowtide_least
+    if now is not None and func in _COMPARED:
+        usual = bool(_COMPARED[func](now, args[1]))
     if usual is None and func in _NOT | _AND | _OR | _SAME:
         of = [getattr(one, "_lowtide_expected", None) for one in args if isinstance(one, torch.Tensor)]
         if None not in of:
             usual = not of[0] if func in _NOT else any(of) if func in _OR else all(of)
     if usual is not None:
         result._lowtide_expected = usual  # type: ignore[attr-defined]
+
+
+def note_flag(fake: Any, now: float) -> None:
+    """Note that this is a number of the model's, and which it is now."""
+    fake._lowtide_now = now
+
+
+def flag_of(traced: Any) -> float | None:
+    """The number of the model's that this is, as it is now; ``None`` for anything else."""
+    return getattr(fake_of(traced), "_lowtide_now", None)
 
 
 def is_drawn(traced: Any) -> bool:

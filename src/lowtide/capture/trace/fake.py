@@ -33,7 +33,15 @@ from torch.utils._mode_utils import no_dispatch
 from lowtide.capture.trace import fake_kernels as fakes
 from lowtide.capture.trace import results
 from lowtide.capture.trace.classes import fake_of
-from lowtide.capture.trace.expected import COMPARISONS, QUESTIONS, Expectations, all_of, fold_uniform, note_expected
+from lowtide.capture.trace.expected import (
+    COMPARISONS,
+    QUESTIONS,
+    Expectations,
+    all_of,
+    flag_of,
+    fold_uniform,
+    note_expected,
+)
 from lowtide.capture.trace.known_values import KnownValues, elements, is_unknown
 from lowtide.capture.trace.questions import Provenance, Question
 from lowtide.capture.trace.real_strides import real_strides, tensors_among, with_strides
@@ -170,7 +178,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _answer(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         known = self._known_result(func, args, kwargs)
         if known is None:
-            answer = self.expectations.next_answer(args[0]) if self.rehearses else None
+            answer = flag_of(args[0]) if self.rehearses else None
+            answer = self.expectations.next_answer(args[0]) if self.rehearses and answer is None else answer
             if answer is None:
                 raise _unanswerable(func)
             return answer

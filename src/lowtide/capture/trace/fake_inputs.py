@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lowtide.capture.trace.expected import note_flag
 from lowtide.capture.trace.fake import AnsweringFakeMode
 
 
@@ -34,8 +35,16 @@ def _fake(mode: AnsweringFakeMode, tensor: torch.Tensor, position: int, states: 
         fake.requires_grad_()
     if answers:
         mode.register_input(fake, tensor, position, state)
+    if state and _is_flag(tensor):
+        note_flag(fake, float(tensor))
     copy_attributes(tensor, fake)
     return fake
+
+
+def _is_flag(tensor: torch.Tensor) -> bool:
+    """Whether it is a buffer of one floating-point number."""
+    floating = tensor.is_floating_point() and not tensor.requires_grad
+    return floating and tensor.numel() == 1 and tensor.device.type != "meta"
 
 
 def _same_layout(mode: AnsweringFakeMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -53,8 +53,13 @@ class WaitingCalls:
             call.superseded = True
         return bool(found)
 
-    def leave_summed(self) -> None:
+    def leave_summed(self, why: Exception) -> None:
         """They run as they began after all."""
+        _LOG.warning(
+            "calls of %s that wait together hand over sums of gradients, which may differ from eager's in their last bit: "
+            "their terms do not fit the budget (%s)",
+            self._name, why,
+        )  # fmt: skip
         self.summed = True
         for call in self._calls:
             call.superseded = False

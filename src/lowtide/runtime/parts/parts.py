@@ -21,6 +21,7 @@ from lowtide.capture.python_state.paths import named
 from lowtide.errors import CaptureError
 from lowtide.program.distributed.sharded import is_sharded
 from lowtide.program.sizes import outside_of_model
+from lowtide.runtime.parts.beginning import Beginning
 from lowtide.runtime.parts.eager_steps import EagerSteps
 from lowtide.runtime.parts.part import PartsInPlace
 from lowtide.runtime.parts.shared import SharedBudget
@@ -42,6 +43,7 @@ class Parts(PartsInPlace):
             self.shared.budget.outside = outside_of_model(model, settings.optimizer_bytes)
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self.why, self.selects = str(why), why.selects
+        self.beginning = Beginning(model)
         self._eager = EagerSteps(self.shared)
         self._has_any = can_run_in_parts(model)
         self._steps = 0
