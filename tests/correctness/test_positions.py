@@ -140,6 +140,24 @@ def _random_crop_of_arrays(self: Any, h: torch.Tensor) -> torch.Tensor:
     return (h * self.table[begin : begin + 6]).square().sum()
 
 
+def _masked_by_lengths(self: Any, h: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros(6, 8)
+    for row, length in enumerate((torch.rand(6) * 9).long().tolist()):
+        mask[row, :length] = 1
+    return (h * mask).square().sum()
+
+
+def _cut_out(self: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h.clone()
+    begin, end, height = random.randint(0, 4), random.randint(2, 8), torch.randint(0, 9, (1,))[0]
+    h[..., begin:end] = 0.5
+    h[2:-1, height:] = h.detach().mean()
+    h[None, random.randint(0, 5), : self.place] = -1
+    self.place = (self.place + 1) % 8
+    self.queue[self.place :, 3:] = self.place
+    return h.square().sum() + self.queue.sum()
+
+
 def _moved_in_place(self: Any, h: torch.Tensor) -> torch.Tensor:
     begins = (torch.rand(2) * 15).long()
     begin = begins[0]
@@ -153,7 +171,8 @@ def _moved_in_place(self: Any, h: torch.Tensor) -> torch.Tensor:
 
 ONE_PROGRAM = [
     _mask, _queue, _pointer, _two_places, _of_a_parameter, _one, _behind_others, _also_a_factor, _written_in_place,
-    _moved_in_place, _random_crop, _random_crop_of_arrays, _segments, _nearest, _read_of_a_tensor, _drawn_by_a_tensor,
+    _masked_by_lengths, _cut_out, _moved_in_place, _random_crop, _random_crop_of_arrays, _segments, _nearest,
+    _read_of_a_tensor, _drawn_by_a_tensor,
 ]  # fmt: skip
 
 

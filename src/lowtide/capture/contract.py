@@ -117,11 +117,11 @@ class Conditions:
         answers = (f"{question.source}: {question.answer}, then {new}" for question, new in self._other_answers(given))
         return self.changed(model) or next(answers, "what is drawn from the generators of Python or NumPy")
 
-    def changed_inputs(self, model: nn.Module, inputs: list[torch.Tensor], asks: str = "") -> frozenset[int]:
-        """The flat inputs of which a question has another answer, one that ``asks`` so."""
+    def changed_inputs(self, model: nn.Module, inputs: list[torch.Tensor], *asks: str) -> frozenset[int]:
+        """The flat inputs of which a question has another answer: any, or one that ``asks`` so."""
         given = self.held_inputs.behind(inputs, model)
         others = () if given is None else self._other_answers(given)
-        asked = (question.known.positions() for question, _ in others if question.ask.startswith(asks))
+        asked = (question.known.positions() for question, _ in others if question.ask in (asks or (question.ask,)))
         return frozenset[int]().union(*asked)
 
     def ask_other_numbers(self, inputs: list[torch.Tensor], model: nn.Module, states: int) -> bool:

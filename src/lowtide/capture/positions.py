@@ -3,6 +3,8 @@
 
 A number that moves along a dimension leaves the program as it is, for as long as what it points at lies inside of the tensor
 and is as long as before. Both are asked of it, as what it is compared with is; where they are not so, it makes another program.
+Of a slice whose length it decides no program can be made, unless a single value is put into it: that goes where the elements
+of the slice are, among all along the dimension.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ def with_positions(function: Callable[..., Any], args: Sequence[Any]) -> tuple[C
         return function, args
     tensor, index, *values = args
     items = _items(index)
+    if function == _SET and any(map(_is_loose, items)):
+        return torch.Tensor.masked_fill_, _elements(tensor, items, values[0])
     placed = tuple(_placed(item, size) for item, size in zip(items, _sizes(tensor, items), strict=True))
     return function, (tensor, placed if type(index) is tuple else placed[0], *(_filled(tensor, one) for one in values))
 
@@ -84,6 +88,51 @@ def _dimensions(item: Any) -> int:
     return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
+def _is_loose(item: Any) -> bool:
+    """Whether it is a slice of another length for another number."""
+    ends = [one for one in (item.start, item.stop) if type(one) is StandIn] if isinstance(item, slice) else []
+    if not ends:
+        return False
+    start, stop = ends[0], ends[-1]
+    alike = len(ends) == 2 and start.comparisons is stop.comparisons
+    return not (alike and _without_sums(start.operations) == _without_sums(stop.operations))
+
+
+def _elements(tensor: torch.Tensor, items: Sequence[Any], value: Any) -> tuple[torch.Tensor, ...]:
+    """Of what is to be put into loose slices of a tensor: where these are without bounds, which elements they have of that, and
+    the value."""
+    first = next(one for item in items if _is_loose(item) for one in (item.start, item.stop) if type(one) is StandIn)
+    single = type(value) in (bool, int, float, StandIn) or (
+        isinstance(value, torch.Tensor) and value.dim() == 0 and not value.requires_grad
+    )
+    if not single or not all(one is None or one is Ellipsis or type(one) in (int, slice, StandIn) for one in items):
+        raise first.misused()
+    whole = [slice(None) if _is_loose(item) else item for item in items]
+    function, args = with_positions(_GET, (tensor, tuple(whole)))
+    view, dimension = function(*args), 0
+    chosen = torch.ones((), dtype=torch.bool, device=view.device)
+    for item in items:
+        if _is_loose(item):
+            among = _among(item, view.shape[dimension], view.device)
+            chosen = chosen & among.view(-1, *[1] * (view.dim() - dimension - 1))
+        rest = tensor.dim() - sum(map(_dimensions, items))
+        dimension += rest if item is Ellipsis else isinstance(item, slice) or item is None
+    return view, chosen, _filled(tensor, value)
+
+
+def _among(item: slice, size: int, device: torch.device) -> torch.Tensor:
+    """Which places along a dimension of this size are in a slice."""
+    among, places = torch.ones(size, dtype=torch.bool, device=device), torch.arange(size, device=device)
+    for end, compare in ((item.start, torch.ge), (item.stop, torch.lt)):
+        if type(end) is StandIn:
+            if item.step not in (None, 1) or end.kind is not int or type(size) is not int or not end.is_at_least(0):
+                raise end.misused()
+            among = among & compare(places, end.taken(()))
+        elif end is not None:
+            among = among & compare(places, end if end >= 0 else end + size)
+    return among
+
+
 def _placed(item: Any, size: int) -> Any:
     """An item of an index, with the places that stand-ins in it take in a dimension of this size."""
     if type(item) is StandIn:
@@ -91,12 +140,9 @@ def _placed(item: Any, size: int) -> Any:
     ends = [one for one in (item.start, item.stop) if type(one) is StandIn] if isinstance(item, slice) else []
     if not ends:
         return item
-    start, stop = ends[0], ends[-1]
-    if len(ends) < 2 or start.comparisons is not stop.comparisons or item.step not in (None, 1):
-        raise start.misused()
-    if _without_sums(start.operations) != _without_sums(stop.operations):
-        raise start.misused()  # of another length for another number
-    return slice(*_inside(ends, stop.value - start.value, size))
+    if _is_loose(item) or item.step not in (None, 1):
+        raise ends[0].misused()
+    return slice(*_inside(ends, ends[1].value - ends[0].value, size))
 
 
 def _without_sums(operations: Operations) -> Operations:
@@ -123,6 +169,7 @@ def _inside(ends: Sequence[StandIn], length: int, size: int) -> list[int]:
 
 def _filled(tensor: torch.Tensor, value: Any) -> Any:
     """What is put into a tensor, a tensor where a stand-in is."""
-    if type(value) is not StandIn:
+    if isinstance(value, torch.Tensor):
         return value
-    return torch.full((), value.taken(()), dtype=tensor.dtype, device=tensor.device)
+    number = value.taken(()) if type(value) is StandIn else value
+    return torch.full((), number, dtype=tensor.dtype, device=tensor.device)

@@ -217,9 +217,12 @@ class StandIn(torch.SymFloat):
             raise self.misused()
         return join(function, self, other)
 
+    def is_at_least(self, bound: int) -> bool:
+        return bool(self._compared(at_least, bound))
+
     def is_within(self, last: int) -> bool:
         """Whether it is a place from 0 to the ``last``."""
-        return bool(self._compared(at_least, 0)) and bool(self._compared(at_most, last))
+        return self.is_at_least(0) and bool(self._compared(at_most, last))
 
     def asked(self, predicate: Callable[[Any], bool]) -> bool:
         """What a predicate says of this number alone."""
