@@ -60,7 +60,8 @@ PLACED = [
     "h = h * self.table[p:].mean()", "h = h * self.table[:p].sum()", "h = h + self.table[p, 2 : p + 3].sum()",
     "self.bank[p : p + 2] = h[:2].detach()", "self.bank[p] = 0.5", "self.bank[p].add_(1)", "self.bank[p : p + 3] *= 0.5",
     "self.bank[1:, p % 8] = h.detach().mean()", "self.bank[p : 2 * p] = 0", "h = h.clone(); h[:, p % 8 :] = 0.3",
-    "h = h.clone(); h[p % 3 : (p + 2) % 5] = p", "self.bank[:, p % 5 : -1] = h.detach().mean()", "self.spot[0] = (p + 2) % 30", "self.count = p", "p = p + 2", "p += 1",
+    "h = h.clone(); h[p % 3 : (p + 2) % 5] = p", "self.bank[:, p % 5 : -1] = h.detach().mean()",
+    "self.spot[0] = (p + 2) % 30", "self.count = p", "p = p + 2", "p += 1",
     "h = torch.cat([h, self.table[None, p : p + 2].flatten(0, 1)])", "h = h * self.bank.clone()[..., p % 5 : p % 5 + 1].sum()",
 ]  # fmt: skip
 
