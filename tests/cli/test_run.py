@@ -124,7 +124,7 @@ def test_models_that_are_called_before_they_train(
 
 def test_a_percentage_that_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Ends the script where it trains, if its model is not tiny."""
-    monkeypatch.setattr(roots, "SMALL_BYTES", 1 << 10)
+    monkeypatch.setattr(scripts, "SMALL_BYTES", 1 << 10)
     assert main(["run", "--budget", "50%", "probed.py", "1"]) == 3
     said = capsys.readouterr()
     assert "torch.Size([1, 1])" in said.out and "0x" not in said.out
@@ -164,11 +164,76 @@ def test_a_larger_call_that_does_not_fit(
     assert (chain["planned_calls"], chain["calls"]) == (2, 5)
     assert "more than 60% of its pass, but little" in chain["outside"]
     assert said.count("Chain runs without a plan") == 1
-    monkeypatch.setattr(roots, "SMALL_BYTES", 1 << 10)
+    monkeypatch.setattr(scripts, "SMALL_BYTES", 1 << 10)
     assert main(["run", "--budget", "60%", str(script)]) == 3
     printed, said = capsys.readouterr()
     assert printed.splitlines() == expected.splitlines()[:2]
     assert "lowtide: Chain: planner auto found no schedule" in said and "--skip Chain" in said
+
+
+def test_a_model_of_which_nothing_can_be_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A percentage of its pass ends no script: gradients of its parameters are most of what that takes."""
+    script = tmp_path / "critic.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "torch.manual_seed(0)\n"
+        "critic = nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.LeakyReLU(0.2), nn.Linear(512, 1))\n"
+        "for _ in range(3):\n"
+        "    loss = critic(torch.randn(16, 28, 28)).square().mean()\n"
+        "    loss.backward()\n"
+        "    print(loss.item().hex())\n"
+    )
+    expected = _alone([str(script)], monkeypatch, capsys)
+    code, summary = _run(["--budget", "60%"], [str(script)], tmp_path)
+    printed, said = capsys.readouterr()
+    assert code == 0, said
+    assert printed == expected
+    assert "plans could free no more than" in _model(summary, "Sequential")["outside"]
+    assert main(["run", "--budget", "1MiB", str(script)]) == 3  # bytes are what there is
+
+
+def test_a_model_that_grows_at_equal_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Is planned when its passes have become much larger: by a number among its arguments, or as its layers are thawed."""
+    script = tmp_path / "progressive.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Growing(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.steps = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(8))\n"
+        "        self.last = nn.Conv2d(8, 1, 1)\n"
+        "    def forward(self, x, size):\n"
+        "        x = nn.functional.interpolate(x, size=(size, size))\n"
+        "        for step in self.steps:\n"
+        "            x = step(x)\n"
+        "        return self.last(x)\n"
+        "torch.manual_seed(0)\n"
+        "growing, thawed = Growing(), Growing()\n"
+        "for size in (4, 4, 32, 32, 32):\n"
+        "    loss = growing(torch.randn(8, 8, 4, 4), size).square().mean()\n"
+        "    loss.backward()\n"
+        "    print(loss.item().hex())\n"
+        "for step in range(5):\n"
+        "    thawed.steps.requires_grad_(step > 1)\n"
+        "    loss = thawed(torch.randn(8, 8, 4, 4), 32).square().mean()\n"
+        "    loss.backward()\n"
+        "    print(loss.item().hex())\n"
+    )
+    expected = _alone([str(script)], monkeypatch, capsys)
+    code, summary = _run(["--budget", "60%"], [str(script)], tmp_path)
+    printed, said = capsys.readouterr()
+    assert code == 0, said
+    assert printed == expected
+    for name in ("Growing", "Growing (2)"):
+        model = _model(summary, name)
+        assert (model["planned_calls"], model["calls"], model["outside"]) == (2, 5, "")
+        assert model["planned_peak_bytes"] <= model["budget_bytes"]
 
 
 @pytest.mark.parametrize(("script", "module"), [("trainer", "transformers"), ("lightning", "pytorch_lightning")])

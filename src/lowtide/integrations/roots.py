@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide.api import restore, runtime_of
 from lowtide.capture.trace.patches import replaced
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
-from lowtide.memory.allocators import PeakWindow, meter_of
+from lowtide.memory.allocators import PeakWindow, allocated_bytes, meter_of
 from lowtide.objects import structure
 from lowtide.planning import Plan
 from lowtide.runtime.caller import is_transformed
@@ -34,7 +34,6 @@ from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.parts.submodules import is_one_operator
 
 _Call = Callable[..., Any]
-SMALL_BYTES = 1 << 20  # a pass below this is not worth an error
 _MOST_GONE = 16  # models of one class that were found and are no more
 _COME_AND_GO = "models of this class come and go, and a plan for each would take longer than it lasts"
 
@@ -44,8 +43,10 @@ class Root:
 
     ``plan`` is the one of the largest pass so far and ``plans`` how many there are; ``measured_bytes`` the highest peak of a
     pass in which it was called once and no plan was made, where the memory is the CPU's. ``too_small``: the error of a budget
-    in percent of a pass with ``tried_bytes`` of arguments, which may do for a larger one: parameters weigh less there.
-    ``asks_again``: of a much larger pass, whatever was found of that one.
+    in percent, which ends the script where a backward pass begins. ``asks_again``: what was found is of a pass with
+    ``tried_bytes`` of arguments, and of a much larger one it may be something else: parameters weigh less there.
+    ``held_bytes``: what the latest call without a plan left, for its backward pass say; ``much_bytes`` of these are a much
+    larger pass, too.
     """
 
     def __init__(self, module: nn.Module, number: int, compiled: bool) -> None:
@@ -56,7 +57,7 @@ class Root:
         self.outside = ""
         self.too_small: InfeasibleBudgetError | None = None
         self.asks_again = False
-        self.asked = self.tried_bytes = 0
+        self.asked = self.tried_bytes = self.held_bytes = self.much_bytes = 0
         self.calls = self.planned_calls = self.plans = 0
         self.plan: Plan | None = None
         self.measured_bytes: int | None = None
@@ -64,8 +65,9 @@ class Root:
         self._ran = 0
 
     def is_found_again(self, arguments: Any) -> bool:
-        """Whether the budget was too small so far, say, and this is a much larger pass."""
-        return (self.asks_again or self.too_small is not None) and bytes_of(arguments) >= 2 * self.tried_bytes
+        """Whether the budget was too small so far, say, and this is a much larger pass, or the latest was."""
+        is_larger = bytes_of(arguments) >= 2 * self.tried_bytes or self.held_bytes >= self.much_bytes > 0
+        return self.asks_again and is_larger
 
     def note(self, runtime: Rematerialized | None) -> None:
         """What the latest call ran, by the planned forward that the module has."""
@@ -194,8 +196,8 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         return root
 
     def _find(self, root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        root.asked, root.outside, root.too_small = root.asked + 1, "", None
-        root.tried_bytes = bytes_of((args, kwargs))
+        root.asked, root.outside, root.too_small, root.asks_again = root.asked + 1, "", None, False
+        root.tried_bytes, root.much_bytes = bytes_of((args, kwargs)), 2 * root.held_bytes
         self._take_over(root, module)
         with _uncompiled(module):
             self._found(root, module, args, kwargs)
@@ -232,7 +234,12 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
                 root.note(runtime_of(inner))
                 return result
         root.note(None)
-        return self._original(module, *args, **kwargs)
+        device = next(module.parameters()).device
+        before = allocated_bytes(device) or 0
+        result = self._original(module, *args, **kwargs)
+        root.held_bytes = (allocated_bytes(device) or 0) - before
+        root.much_bytes = root.much_bytes or 2 * root.held_bytes
+        return result
 
     def _begin_pass(self, module: nn.Module) -> None:
         device = next(module.parameters()).device.type
@@ -248,7 +255,7 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
             if self._thread.inside or torch._C._current_graph_task_id() != -1:  # a part of a pass
                 return original(*args, **kwargs)
             for root in self._in_pass:
-                if root.too_small is not None and root.too_small.minimum_bytes >= SMALL_BYTES:
+                if root.too_small is not None:
                     raise root.too_small
             result = original(*args, **kwargs)
             if self._in_pass:

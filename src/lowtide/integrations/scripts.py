@@ -17,10 +17,12 @@ from lowtide.api import plans, rematerialize
 from lowtide.budget import is_percentage
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.integrations import roots
-from lowtide.integrations.roots import SMALL_BYTES, Root, Roots, not_planned, refused
+from lowtide.integrations.roots import Root, Roots, not_planned, refused
 from lowtide.units import format_bytes, format_percent
 
 INTERRUPTED = 130
+SMALL_BYTES = 1 << 20  # a pass below this is not worth an error
+_WORTH_FREEING = 0.02  # of a pass
 _OURS = (__file__, roots.__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -123,13 +125,20 @@ def _plan(
 def _too_small(root: Root, error: InfeasibleBudgetError, budget: Any) -> None:
     """Leave a root without a plan whose budget in percent is too small for a call. Raises the error of one in bytes, and where
     the call cannot begin again."""
-    text = f"{root.name}: {error} (lowtide run --skip {root.kind} leaves this model alone)"
-    told = dataclasses.replace(error, message=text)
+    told = f"{root.name}: {error} (lowtide run --skip {root.kind} leaves this model alone)"
+    ends = dataclasses.replace(error, message=told)
     if error.midway or not is_percentage(budget):
-        raise told from None
-    root.too_small = told
-    least, little = format_bytes(error.minimum_bytes), error.minimum_bytes < SMALL_BYTES
-    root.outside = f"it needs {least}, which is more than {budget} of its pass{', but little' * little}"
+        raise ends from None
+    least, whole = error.minimum_bytes, error.plan.unconstrained_peak_bytes if error.plan else 0
+    freed = whole - error.plan.peak_bytes if error.plan else 0
+    root.asks_again, root.too_small = True, None
+    root.outside = f"it needs {format_bytes(least)}, which is more than {budget} of its pass"
+    if least < SMALL_BYTES:
+        root.outside += ", but little"
+    elif freed < _WORTH_FREEING * whole:
+        root.outside = f"plans could free no more than {format_bytes(freed)} of the {format_bytes(whole)} of its pass"
+    else:
+        root.too_small = ends
 
 
 def facts(root: Root) -> dict[str, Any]:
