@@ -180,6 +180,29 @@ def test_only_calls_that_are_differentiated_again_run_without_a_plan() -> None:
     assert runtime.ran == 2 * 2  # two calls in two steps
 
 
+def test_calls_that_no_backward_pass_comes_to_are_planned() -> None:
+    """From a few steps on: samples for a critic are detached from the generator that made them."""
+    plain, model = _pair()
+    critic, ran = nn.Linear(1, 1), []
+    lowtide.rematerialize(model, budget="100%", planner="greedy")
+
+    def step(model: nn.Module) -> torch.Tensor:
+        fake = model(torch.randn(64, WIDTH)).detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(critic(fake).square().sum(), fake, create_graph=True)
+        return gradient.square().mean()
+
+    for number in range(6):
+        losses = []
+        for one in (plain, model):
+            torch.manual_seed(number)
+            losses.append(step(one))
+        assert torch.equal(*losses)
+        ran.append(runtime_of(model).ran)  # type: ignore[union-attr]
+    assert ran == [0, 0, 0, 1, 2, 3]
+    for one, two in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+
+
 @pytest.mark.parametrize(
     ("code", "named"),
     [

@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import logging
 import types
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,7 @@ _LOG = logging.getLogger(__name__)
 _NAME = "create_graph"
 _DEFINED = (types.FunctionType, classmethod, staticmethod, property)
 _DEEP = 3  # calls
+_UNHEARD = 3  # calls of a kind, through which no backward pass came: there will be none
 WHY = f"backward passes through it are differentiated again ({_NAME}=True), which those of a planned program cannot be"
 
 
@@ -63,6 +66,7 @@ class DifferentiatedAgain:
         self._watches: bool | None = None  # None: the code around the first call has not been asked
         self._kinds: dict[Any, bool] = {}
         self._run = set[Any]()  # kinds of calls
+        self._unheard: Counter[Any] = Counter()  # kinds of those that no backward pass came to
 
     def kind_of(
         self, inputs: Sequence[torch.Tensor], caller: types.FrameType | None, within: types.CodeType | None = None
@@ -93,7 +97,14 @@ class DifferentiatedAgain:
             node.register_prehook(heard)  # type: ignore[union-attr]
         if not nodes:  # no backward pass comes to it
             self._kinds.setdefault(kind, False)
+        weakref.finalize(heard, self._gone, kind).atexit = False  # its nodes hold it
         return result
+
+    def _gone(self, kind: Any) -> None:
+        """Of a call of this kind nothing is left that a backward pass could come through."""
+        self._unheard[kind] += kind not in self._kinds
+        if self._unheard[kind] >= _UNHEARD:
+            self._kinds.setdefault(kind, False)
 
     def _heard(self, kind: Any, call: OwnCall | None, gradients: Any) -> None:
         """A backward pass has come to a call of this kind."""
