@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -151,6 +152,12 @@ def test_containers_are_written_in_place(
 
     _assert_trains_as_eager(factory, "100%", read=read, weight=weight)
     assert len(held[-1]) == len(held[-2])
+
+
+def test_a_profiler_is_running() -> None:
+    """Of C, which Python's functions cannot start again once they have stopped it."""
+    with cProfile.Profile():
+        capture(_Noting(_refilled, losses=[]), (_input(0),))
 
 
 def test_other_shapes_after_attributes_were_assigned() -> None:

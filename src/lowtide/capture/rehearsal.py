@@ -168,7 +168,7 @@ def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath], r
     tensors = tuple(attribute_effects.TensorEffect(place, place in refilled, place in once) for place in kept)
     changing = any(place not in counted for place in second.changes.plain)
     settled = same and not once and not late and not carried and not changing
-    reading = readers.that_run(first.codes | second.codes) if first.notes_code else readers
+    reading = readers.that_run(first.codes | second.codes) if first.notes_code and second.notes_code else readers
     told = frozenset(reading.of_any(kept))
     numbers = [place for place in told if any(place in call.left and call.left[place].numbers for call in calls)]
     if numbers:
@@ -217,7 +217,8 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The same number for the same one in every call; what attributes hold may be another one in each, and has none.
         self._numbers = {id(tensor): (0, i) for i, tensor in enumerate([*state[:registered], *inputs])}
         self.operators: list[Any] = []
-        self.notes_code = notes_code  # which takes time
+        # Which takes time. A profiler that somebody has started may be one that cannot be started again from here.
+        self.notes_code = notes_code and sys.getprofile() is None
         self.codes = set[types.CodeType]()  # that run
         self.read: set[int] = set()
         self.draws = 0
@@ -231,13 +232,13 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Self:
         self._noting = all_wrapped(_HOOKING, telling(self._note_hook))
         self._noting.__enter__()
-        self._profile = sys.getprofile()
         if self.notes_code:
             sys.setprofile(self._note_code)
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        sys.setprofile(self._profile)
+        if self.notes_code:
+            sys.setprofile(None)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._noting.__exit__(*error)
 
