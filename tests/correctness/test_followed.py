@@ -389,3 +389,28 @@ def test_a_planned_forward_that_a_wrapper_keeps() -> None:
                 each(x).square().mean().backward()
                 found.append([parameter.grad for parameter in each.parameters()])
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+class _LooksInside(nn.Module):
+    """Finds its submodules by its own ``__getattr__``, and has one."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.__dict__["_modules"].get(name)
+        return super().__getattr__(name) if found is None else found
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h.tanh() if self.inner is None else self.inner(h)
+
+
+def test_modules_inside_of_one_that_is_not_registered() -> None:
+    """A library may keep them beside a module that it calls with other parameters."""
+    inner = _LooksInside(nn.Sequential(_LooksInside()))
+
+    def factory() -> nn.Module:
+        return _Model(lambda model, h: model.before[0](model.kept[0](h)), kept=[_LooksInside(inner)])
+
+    assert compare_training(factory, _inputs, budgets=("100%",))

@@ -336,9 +336,9 @@ class Observer:
         for name in fields(original):
             if self._matters(seen, original, name):
                 self._note_one(seen, original, name)
-        own = own_attributes(original)
-        if own is not None:
-            self.reads.note_names(original, current("names", original, ""), self._texts[id(original)])
+        if own_attributes(original) is not None:
+            text = self._texts.get(id(original), type(original).__name__)
+            self.reads.note_names(original, current("names", original, ""), text)
 
     def _note_one(self, seen: Any, original: Any, name: str) -> None:
         text = f"{self._texts.get(id(original), type(original).__name__)}.{name}"
