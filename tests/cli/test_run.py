@@ -354,6 +354,8 @@ def test_online(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     printed, said = capsys.readouterr()
     assert printed == expected
     assert "600.0 KiB" in said
+    assert main(["run", "--online", "--budget", "10KiB", *words]) == 3
+    assert "the budget is 10.0 KiB" in capsys.readouterr().err
     assert main(["run", "--online", *words]) == 2
     assert "in bytes" in capsys.readouterr().err
 

@@ -8,11 +8,16 @@ import sys
 from collections.abc import Sequence
 
 from lowtide.cli import advise, compare, demo, env, fits, max_batch, place, plan, planners, report, run, solve, trace
-from lowtide.errors import InfeasibleBudgetError, LowtideError, ScheduleError
+from lowtide.errors import InfeasibleBudgetError, LowtideError, OnlineBudgetError, ScheduleError
 from lowtide.version import __version__
 
 DONE, INTERRUPTED = 0, 130
-_CODES = {InfeasibleBudgetError: 3, ScheduleError: 1, LowtideError: 2}  # the first that fits; 1 is a defect
+_CODES = {
+    InfeasibleBudgetError: 3,
+    OnlineBudgetError: 3,
+    ScheduleError: 1,
+    LowtideError: 2,
+}  # the first that fits; 1 is a defect
 _COMMANDS = {
     run: "run a training script inside a budget",
     advise: "watch a training script, and say what each budget costs",
