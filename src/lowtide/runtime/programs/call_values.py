@@ -17,7 +17,7 @@ from torch import fx, nn
 from lowtide.capture import Captured
 from lowtide.objects import ways
 from lowtide.objects.structure import Changing, Way
-from lowtide.program.scalars import NUMBERS
+from lowtide.program.scalars import CHANGING
 from lowtide.runtime.programs.entry import Sample
 
 _LONG = 256  # characters, of which a digest is kept
@@ -28,7 +28,7 @@ class CallValues:
 
     def __init__(self, model: nn.Module) -> None:
         # Integers among the arguments of Dynamo's graphs are sizes.
-        self._kinds = frozenset((float,) if isinstance(model, fx.GraphModule) else (*NUMBERS, str, bytes))
+        self._kinds = frozenset((float,) if isinstance(model, fx.GraphModule) else (*CHANGING, str, bytes))
         self.values: dict[Way, Any] = {}
         self._first: dict[Way, _First] = {}
         self._changing: set[Way] = set()  # what ways have in common to those that change
