@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -235,8 +236,9 @@ def test_answers_that_never_repeat_are_said(caplog: pytest.LogCaptureFixture) ->
     assert "test_signatures.py" in record.message
 
 
-def test_values_that_never_repeat_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """So are plain values among the arguments that its code looks at."""
+@pytest.mark.parametrize("kind", ["texts", "arrays"])
+def test_values_that_never_repeat_are_said(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """So are plain values among the arguments that its code looks at, and arrays, which compare item by item."""
 
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -247,12 +249,14 @@ def test_values_that_never_repeat_are_said(caplog: pytest.LogCaptureFixture) -> 
             return self.body(batch["x"]).mean() * len(batch["paths"][1])
 
     def inputs(iteration: int) -> Any:
-        return ({"x": rows()(iteration)[0][0], "paths": ["one.png", f"{iteration}.png"]},), {}
+        paths = ["one.png", f"{iteration}.png"] if kind == "texts" else [np.arange(3), np.full(2, iteration)]
+        return ({"x": rows()(iteration)[0][0], "paths": paths},), {}
 
     with caplog.at_level(logging.WARNING, logger="lowtide.runtime.programs.recaptures"):
         compare_training(Named, inputs, iterations=10, budgets=("80%",))
     (record,) = caplog.records
-    assert "captured 8 times" in record.message and "('6.png' and '7.png', say)" in record.message
+    said = {"texts": "('6.png' and '7.png', say)", "arrays": "(array([6, 6]) and array([7, 7]), say)"}[kind]
+    assert "captured 8 times" in record.message and said in record.message
 
 
 def test_no_sample_given() -> None:

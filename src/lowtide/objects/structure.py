@@ -238,13 +238,13 @@ def _formed(found: OpenObject, tensors: Sequence[Any], given: Sequence[Any], wit
     return clone
 
 
-def difference(one: Any, other: Any) -> tuple[Any, Any] | None:
-    """The first values in two structures of one form that are no tensors and not equal."""
-    if isinstance(one, Nested) and isinstance(other, Nested):
-        return next(filter(None, map(difference, one.leaves, other.leaves)), None)
-    if isinstance(one, OpenObject) and isinstance(other, OpenObject):
-        return next(filter(None, map(difference, _children(one), _children(other))), None)
-    return None if one == other else (one, other)
+def difference(one: Any, other: Any, key: Callable[[Any], Any]) -> tuple[Any, Any] | None:
+    """The first values in two structures of one form that are no tensors and that a ``key`` tells apart."""
+    for kind in (Nested, OpenObject):
+        if isinstance(one, kind) and isinstance(other, kind):
+            inside = zip(_children(one), _children(other), strict=False)
+            return next((found for pair in inside if (found := difference(*pair, key))), None)
+    return None if key(one) == key(other) else (one, other)
 
 
 def with_argument_slots(structure: Any, objects: Sequence[Any]) -> Any:

@@ -20,7 +20,9 @@ import torch
 from lowtide.program.program import Call, Program, TensorMeta
 
 NUMBERS = (int, float)  # that operators take
-CHANGING = (*NUMBERS, np.float64)  # that may change: operators take those of NumPy as Python's
+# That may change: operators take those of NumPy as Python's.
+CHANGING = (*NUMBERS, np.float64, np.float32, np.int64)
+_WHOLE = (int, np.integer)
 
 
 class Operation(NamedTuple):
@@ -86,12 +88,17 @@ class Taken(NamedTuple):
 
 def can_be_input(number: Any) -> bool:
     """Whether a tensor can bring it."""
-    return not isinstance(number, int) or abs(number) < 1 << 63
+    return not isinstance(number, _WHOLE) or abs(int(number)) < 1 << 63
+
+
+def plain_kind(kind: type) -> type:
+    """What operators take a number of this kind as."""
+    return int if issubclass(kind, _WHOLE) else float
 
 
 def as_tensor(number: Any) -> torch.Tensor:
     """A changing number as a call brings it."""
-    return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64, device="cpu")
+    return torch.tensor(number, dtype=torch.int64 if isinstance(number, _WHOLE) else torch.float64, device="cpu")
 
 
 def with_scalars(shown: Program, plain: Program, taken: Sequence[Taken]) -> Program | None:

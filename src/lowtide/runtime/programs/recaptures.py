@@ -20,6 +20,7 @@ from torch import nn
 from lowtide.capture import Captured, Known
 from lowtide.errors import CaptureError
 from lowtide.objects import structure
+from lowtide.objects.keys import fingerprint
 from lowtide.runtime.programs.entry import Entry, Signature
 
 _LOG = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class Recaptures:
         ]
         if len(others) + 1 != _MANY_CAPTURES:
             return
-        found = structure.difference(others[-1].sample.arguments, entry.sample.arguments)
+        found = structure.difference(others[-1].sample.arguments, entry.sample.arguments, fingerprint)
         _LOG.warning(
             "%s has been captured %d times for calls that differ in plain values among their arguments alone%s: each takes a "
             "capture, which is longer than a step. Leave out of the call what it does not compute with (names of files, say), "

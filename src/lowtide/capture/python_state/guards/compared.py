@@ -29,7 +29,17 @@ from lowtide.capture.python_state.guards.texts import text_stand_in
 from lowtide.objects import structure
 from lowtide.objects.places import current
 from lowtide.program.items import Item
-from lowtide.program.scalars import CHANGING, NUMBERS, Operation, Operations, Source, Taken, can_be_input, result_of
+from lowtide.program.scalars import (
+    CHANGING,
+    NUMBERS,
+    Operation,
+    Operations,
+    Source,
+    Taken,
+    can_be_input,
+    plain_kind,
+    result_of,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +191,8 @@ class StandIn(torch.SymFloat):
         self.comparisons.lies_among(special, self)
         operations, value = self.operations, self.value
         if self.kind not in NUMBERS:  # as PyTorch takes it
-            operations, value = (*operations, Operation(float)), float(value)
+            plain = plain_kind(self.kind)
+            operations, value = (*operations, Operation(plain)), plain(value)
         shown = self.comparisons.take(value, operations)
         if self.comparisons.moved and repr(shown) == repr(value):
             raise self.misused()
