@@ -64,7 +64,7 @@ from lowtide.program.distributed.local import with_own_sizes
 from lowtide.program.items import with_items
 from lowtide.program.program import Program
 from lowtide.program.results import GradientMask
-from lowtide.program.scalars import with_scalars, with_scalars_of
+from lowtide.program.scalars import Taken, with_scalars, with_scalars_of
 
 Rewrite = Callable[[torch.fx.GraphModule], None]
 
@@ -185,10 +185,10 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     mode = AnsweringFakeMode(call.sizes, known.expected)
     held, followed = _followed(model, known.follow, (*call.state.registered, *call.tensors))
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held), known.unknown)
-    numbers = Numbers(known.numbers.values(), known.scalars, known.moved, known.computed)
-    recorder.taken, recorder.moved = numbers.taken if known.scalars else None, known.moved
-    taken = numbers.taken if known.scalars and call.sizes is None else None
-    read = TensorNumbers(known.items, taken, known.moved, known.converting)
+    taken: list[Taken] = []
+    recorder.taken, recorder.moved = taken if known.scalars else None, known.moved
+    read = TensorNumbers(known.items, recorder.taken if call.sizes is None else None, known.moved, known.converting)
+    numbers = Numbers(known.numbers.values(), known.scalars, known.moved, known.computed, taken, read.converted)
     traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, read, mode.expectations)
     outside: list[Read] = []
 

@@ -1,8 +1,8 @@
-"""``float(x)`` and ``int(x)`` of tensors that a forward pass has computed.
+"""``float(x)`` and ``int(x)`` of tensors that a forward pass has computed, and of numbers that are other ones in every call.
 
 Both ask for a number of Python's, which nobody knows while the model is traced, and nothing may stand for it there. So the
 variables of a module whose code has asked get a ``float`` and an ``int`` of their own for the next trace: classes that stand
-for Python's, but leave a number of a tensor what it is (``read_numbers``).
+for Python's, but leave a number of a tensor what it is (``read_numbers``), and what stands for another one, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Converting(InPlace):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and cls.thread == get_ident():
             number = cls.numbers.item(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
-            if type(number) is StandIn and number.comparisons.tensor is not None:
+            if type(number) is StandIn:
                 return number if number.kind is cls.original else number.through(cls.original)
         return cls.original(*args, **kwargs)
 

@@ -89,9 +89,10 @@ class TensorNumbers:
     def convert(self, tensor: Any, calling: types.FrameType) -> None:
         """Code asks for the number of a traced tensor itself."""
         if self.allowed and _is_unknown(tensor):
-            self._converted(calling)
+            self.converted(calling)
 
-    def _converted(self, calling: types.FrameType) -> None:
+    def converted(self, calling: types.FrameType) -> None:
+        """Code converts what stands for a number."""
         if not any(calling.f_globals is one for one in self.converting):
             self.asking = self.asking or calling.f_globals
 
@@ -109,7 +110,7 @@ class TensorNumbers:
         whole = not tensor.dtype.is_floating_point
         number = None if self._taken is None else TensorNumber(place)
         made = Comparisons(int if whole else float, number=number, moved=self.moved, join=self._joined)
-        made.convert = self._converted
+        made.convert = self.converted
         made.taken = [] if self._taken is None else self._taken
         self._read.append(made)
         with torch.no_grad():

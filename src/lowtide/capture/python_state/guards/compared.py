@@ -266,6 +266,15 @@ class StandIn(torch.SymFloat):
         self.comparisons.convert(sys._getframe(1))
         raise self.misused()
 
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """A function of NumPy's is called with it, and perhaps with another number."""
+        if method != "__call__" or options or function.nout != 1 or not 1 <= len(inputs) <= 2:
+            raise self.misused()
+        if len(inputs) == 1:
+            return self.through(function)
+        reflected = inputs[0] is not self
+        return self._computed(function, reflected, inputs[0 if reflected else 1])
+
     __float__ = __int__ = _converted
     __getattr__ = __repr__ = conjugate = hex = is_integer = as_integer_ratio = _sympy_ = _refused
     node = property(_refused)  # what reads it as a number of Python's would

@@ -58,10 +58,18 @@ class Term:
 class Numbers:
     """Of one trace: ``every`` one that was read, and those that are computed of two, which are read where these are.
     ``taken``: what operators took of them; ``scalars``: whether they may, and ``moved``: whether they are given others.
-    ``refused``: with which more is done than is known."""
+    ``refused``: with which more is done than is known; ``convert``: told of code that converts one."""
 
-    def __init__(self, reads: Iterable[Read], scalars: bool, moved: bool, refused: Collection[Place]) -> None:
-        self.taken: list[Taken] = []
+    def __init__(
+        self,
+        reads: Iterable[Read],
+        scalars: bool,
+        moved: bool,
+        refused: Collection[Place],
+        taken: list[Taken],
+        convert: Callable[[types.FrameType], None],
+    ) -> None:
+        self._convert, self.taken = convert, taken
         self.every: list[ComparedNumber] = []
         self._scalars, self._moved, self._refused = scalars, moved, refused
         for read in reads:
@@ -102,6 +110,7 @@ class Numbers:
         made = Comparisons(
             type(value), len(self.every), number=number, moved=self._moved, taken=self.taken, join=self._joined
         )
+        made.convert = self._convert
         self.every.append(ComparedNumber(read, made))
         return made
 
