@@ -72,6 +72,9 @@ class TakingNumbers(torch.overrides.TorchFunctionMode):
 
     def run(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
         """A call that has come to the mode from the frame ``calling``."""
+        if func in _MAKING and _is_list_with_stand_ins(args[0]) and kwargs.keys() <= {"dtype", "device"}:
+            with self:
+                return _stacked(args[0], **kwargs)
         stands = any(type(one) is StandIn for one in (*args, *kwargs.values())) or stands_in(func, args)
         if stands and isinstance(func, _BUILT_IN):
             with unknown():
@@ -94,6 +97,22 @@ def _opened(function: Callable[..., Any]) -> contextlib.AbstractContextManager[N
     if module is None or getattr(function, "__globals__", None) is not vars(module):
         return None
     return all_wrapped([(module, name) for name in _ASKING if name in vars(module)], lambda _: lambda *_: False)
+
+
+def _is_list_with_stand_ins(value: Any) -> bool:
+    """Whether it is a list of numbers, as those of Python are, some of which are stand-ins."""
+    listed = value if type(value) in (list, tuple) else ()
+    return any(type(one) is StandIn for one in listed) and {*map(_kind, listed)} <= {int, float}
+
+
+def _kind(number: Any) -> type:
+    return number.kind if type(number) is StandIn else type(number)
+
+
+def _stacked(numbers: Sequence[Any], dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    """The tensor of these numbers, made of one of each."""
+    dtype = dtype or (torch.get_default_dtype() if float in map(_kind, numbers) else torch.int64)
+    return torch.stack([torch.full((), one, dtype=dtype, device=device) for one in numbers])
 
 
 def _taken(
