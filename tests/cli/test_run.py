@@ -253,6 +253,39 @@ def test_trainers(
     )  # the loss of the Lightning script is outside of its model
 
 
+@pytest.mark.filterwarnings(*IGNORED)
+def test_arguments_that_are_sparse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their sizes tell whether a later call is a larger one."""
+    script = tmp_path / "graph.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Graph(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))\n"
+        "    def forward(self, x, edges):\n"
+        "        for layer in self.layers:\n"
+        "            x = layer(torch.sparse.mm(edges, x)).tanh()\n"
+        "        return x.square().mean()\n"
+        "torch.manual_seed(0)\n"
+        "edges = torch.randn(1024, 1024).relu().mul(torch.rand(1024, 1024) > 0.99)\n"
+        "model = Graph()\n"
+        "for kind in ('to_sparse', 'to_sparse', 'to_sparse_csr'):\n"
+        "    loss = model(torch.randn(1024, 32), getattr(edges, kind)())\n"
+        "    loss.backward()\n"
+        "    print(loss.item().hex())\n"
+    )
+    expected = _alone([str(script)], monkeypatch, capsys)
+    code, summary = _run(["--budget", "80%"], [str(script)], tmp_path)
+    printed, said = capsys.readouterr()
+    assert code == 0, said
+    assert printed == expected
+    assert _model(summary, "Graph")["planned_calls"] >= 2
+
+
 def test_a_script_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
     """Its own traceback, without ours; what it trained until then is told."""
     assert main(["run", "--budget", "100%", "raises.py"]) == 1

@@ -12,7 +12,7 @@ from torch import nn
 
 import lowtide
 from tests.support.networks import WIDTH, WithLoss
-from tests.support.training import MINIMUM, compare_training
+from tests.support.training import MINIMUM, compare_training, make
 
 NODES = 60
 
@@ -57,6 +57,51 @@ def test_an_adjacency_is_an_argument(coalesced: bool) -> None:
         return (_rows(seed), _adjacency(coalesced=coalesced, seed=seed)), {}
 
     compare_training(lambda: WithLoss(_Graph()), inputs, budgets=("70%", MINIMUM), quick=0)
+
+
+def test_an_adjacency_that_no_backward_pass_reads() -> None:
+    """Features are propagated first, which require no gradient."""
+
+    class Simple(_Graph):
+        def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+            x = torch.sparse.mm(adjacency, torch.sparse.mm(adjacency, x))
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x
+
+    compare_training(
+        lambda: WithLoss(Simple()),
+        lambda seed: ((_rows(seed), _adjacency(seed=seed)), {}),
+        budgets=("90%", MINIMUM),
+        quick=0,
+    )
+
+
+class _Selecting(nn.Module):
+    """Holds an adjacency, and depends on values: what it keeps is computed again as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
+        self.register_buffer("adjacency", _adjacency())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sparse.mm(self.adjacency, x).sin().cos().tanh().exp().log1p()
+        x = x[torch.nonzero(x.sum(1) > -1e9).flatten()]
+        return x + self.inner(x)
+
+
+def test_an_adjacency_of_what_runs_again_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    plain, planned = (make(lambda: nn.Sequential(*(_Selecting() for _ in range(6)))) for _ in range(2))
+    lowtide.rematerialize(planned, (_rows(0),), budget="55%")
+    for seed in range(3):
+        losses = [model(_rows(seed)).square().mean() for model in (plain, planned)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+    assert "run again in the backward pass" in caplog.text
+    for one, two in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert one.grad is not None and two.grad is not None and torch.equal(one.grad, two.grad)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
 from lowtide.memory.allocators import PeakWindow, allocated_bytes, meter_of
 from lowtide.objects import structure
 from lowtide.planning import Plan
+from lowtide.program.sizes import strided_bytes
 from lowtide.runtime.caller import is_transformed
 from lowtide.runtime.calls.differentiated import WHY
 from lowtide.runtime.model import Rematerialized
@@ -44,9 +45,8 @@ class Root:
     ``plan`` is the one of the largest pass so far and ``plans`` how many there are; ``measured_bytes`` the highest peak of a
     pass in which it was called once and no plan was made, where the memory is the CPU's. ``too_small``: the error of a budget
     in percent, which ends the script where a backward pass begins. ``asks_again``: what was found is of a pass with
-    ``tried_bytes`` of arguments, and of a much larger one it may be something else: parameters weigh less there.
-    ``held_bytes``: what the latest call without a plan left, for its backward pass say; ``much_bytes`` of these are a much
-    larger pass, too.
+    ``tried_bytes`` of arguments, and may be something else of a much larger one, where parameters weigh less: so is one after
+    a call without a plan that left ``much_bytes`` (for its backward pass, say) of which the latest left ``held_bytes``.
     """
 
     def __init__(self, module: nn.Module, number: int, compiled: bool) -> None:
@@ -285,7 +285,7 @@ def _is_none_yet(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
 
 def bytes_of(arguments: Any) -> int:
     """Of all tensors among the arguments of a call."""
-    return sum(tensor.nbytes for tensor in structure.flatten(arguments)[0])
+    return strided_bytes(structure.flatten(arguments)[0])
 
 
 def inside_of(module: nn.Module) -> nn.Module:

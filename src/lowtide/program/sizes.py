@@ -41,8 +41,9 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def strided_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the elements of those tensors that have strides."""
-    return sum(one.nbytes for one in tensors if one.layout is torch.strided and not one.is_nested)
+    """Of the elements of those tensors that have strides, and of what sparse ones are made of."""
+    parts = (part for tensor in tensors for part in dense_parts(tensor))
+    return sum(one.nbytes for one in parts if one.layout is torch.strided and not one.is_nested)
 
 
 def byte_costs(program: Program) -> Costs:

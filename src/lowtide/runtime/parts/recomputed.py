@@ -152,7 +152,7 @@ class _State:
         buffers: list[torch.Tensor] = (
             [*module.buffers()] if before is None else [buffer for buffer, _ in before.buffers]
         )
-        small = [buffer for buffer in buffers if before is not None or buffer.nbytes <= _LARGE]
+        small = [buffer for buffer in buffers if before is not None or _is_small(buffer)]
         self.buffers: list[tuple[torch.Tensor, torch.Tensor]] = [(buffer, buffer.detach().clone()) for buffer in small]
         copied = {*map(id, small)}
         self.large = [(buffer, buffer.detach(), buffer._version) for buffer in buffers if id(buffer) not in copied]
@@ -224,3 +224,8 @@ def _writes(operator: Any) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     return 0 if tensor.layout is not torch.strided or tensor.is_nested else tensor.untyped_storage()._cdata
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether a copy takes little, or nothing else would tell who writes into it, a sparse one."""
+    return not _storage(tensor) or tensor.nbytes <= _LARGE

@@ -54,11 +54,12 @@ class ChangingInputs:
         first_of_part = owner.shares_budget and not entry.calls
         room = _SMALL_OF_PART if first_of_part or not early else owner.room_for_copies(entry)
         found = []
-        for i in sorted(_read_again(entry), key=lambda one: inputs[one].nbytes):
+        copyable = (i for i in _read_again(entry) if _can_be_copied(inputs[i]))
+        for i in sorted(copyable, key=lambda one: inputs[one].nbytes):
             key, size = _key(entry.program, i), inputs[i].nbytes
             small = size <= room or (first_of_part and isinstance(key, int))
             wanted = key in self.changed or (early and (small or _may_change(owner.model, key)))
-            if wanted and _can_be_copied(inputs[i]):
+            if wanted:
                 room -= 0 if first_of_part else size
                 found.append(i)
         return tuple(sorted(found))
