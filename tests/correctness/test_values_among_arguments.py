@@ -98,6 +98,7 @@ CASES: dict[str, tuple[Callable[[int], Any], Callable[[torch.Tensor, Any], Any],
     "NumPy's short floats": (lambda s: {"k": np.float32(0.1) * s}, lambda y, o: o["k"] * y / (o["k"] + 1), 2),
     "converted": (lambda s: {"a": 0.1 * s, "n": 0.7 * s}, lambda y, o: y * float(o["a"]) + int(o["n"]), 2),
     "through NumPy": (lambda s: 0.1 * s, lambda y, o: y * np.exp(-o) * np.minimum(o, 0.5) / (1 + np.power(2, o)), 2),
+    "clipped": (lambda s: (0.1 * s, s), lambda y, o: y * np.clip(o[0], 0.0, 0.3) + np.clip(o[1], 2, 5), 2),
     "in lists of tensors": (
         lambda s: (0.1 * s, s),
         lambda y, o: y * torch.tensor([o[0], 1, o[1]]).sum() + torch.as_tensor([o[1]] * 4, dtype=torch.float32),

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from lowtide.capture.python_state.guards.reads import Read
@@ -274,6 +275,12 @@ class StandIn(torch.SymFloat):
             return self.through(function)
         reflected = inputs[0] is not self
         return self._computed(function, reflected, inputs[0 if reflected else 1])
+
+    def __array_function__(self, function: Any, kinds: Any, args: Any, options: Any) -> Any:
+        """NumPy bounds it: by two of the functions above."""
+        if function is not np.clip or len(args) != 3 or options:
+            raise self.misused()
+        return np.minimum(np.maximum(args[0], args[1]), args[2])
 
     __float__ = __int__ = _converted
     __getattr__ = __repr__ = conjugate = hex = is_integer = as_integer_ratio = _sympy_ = _refused
