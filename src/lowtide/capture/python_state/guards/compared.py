@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from lowtide.capture.python_state.guards.reads import Read
+from lowtide.capture.python_state.guards.shown import close_to, places_told_apart
 from lowtide.capture.python_state.guards.texts import text_stand_in
 from lowtide.objects import structure
 from lowtide.objects.places import current
@@ -122,7 +123,7 @@ class Comparisons:
         source = Source(self.number, operations)
         known = next((one for one in self.taken if one.source == source and not one.placed), None)
         if known is None:
-            shown = _close_to(value, len(self.taken)) if self.moved else value
+            shown = close_to(value, len(self.taken)) if self.moved else value
             known = Taken(source, value, shown)
             self.taken.append(known)
         return known.shown
@@ -130,22 +131,14 @@ class Comparisons:
     def take_at(self, ends: Sequence[tuple[int, Operations]], last: int) -> list[int] | None:
         """The same where an operator takes it, and what is so far behind it, as places in a tensor, the first of which may be
         from 0 to ``last``: what it is given, ``None`` where nothing would tell these from other numbers."""
-        assert self.number is not None
-        start = ends[0][0]
-        begin = start if self.tensor is None else 0  # nobody knows where, so that any place does
-        values = [begin + value - start for value, _ in ends]
+        begin = ends[0][0] if self.tensor is None else 0  # nobody knows where, so that any place does
+        values = [begin + value - ends[0][0] for value, _ in ends]
         if last == 0:
             return values
         sources = [Source(self.number, operations) for _, operations in ends]
-        known = {one.source: one for one in self.taken if one.placed}
-        pairs = {(one.value, one.shown) for one in self.taken if not (one.placed and one.source in sources)}
-        for moved in (*range(1, last - begin + 1), *range(-1, -begin - 1, -1)) if self.moved else (0,):
-            made = [Taken(source, one, one + moved, True) for source, one in zip(sources, values, strict=True)]
-            apart = not self.moved or pairs.isdisjoint((one.value, one.shown) for one in made)
-            if apart and all(known.get(one.source, one) == one for one in made):
-                self.taken += [one for one in made if one.source not in known]
-                return [one.shown for one in made]
-        return None
+        made = places_told_apart(sources, values, last, self.taken, self.moved)
+        self.taken += [] if made is None else [one for one in made if one not in self.taken]
+        return None if made is None else [one.shown for one in made]
 
     def count(self, left: StandIn) -> bool:
         """The pass has left this one in the number's place: whether that is another number."""
@@ -165,9 +158,6 @@ def at_least(value: Any, bound: int) -> Any:
 
 def at_most(value: Any, bound: int) -> Any:
     return value <= bound
-
-
-_TINY, _LARGE = 1e-6, 1e9  # of floats: beyond these, sums with one are rounded
 
 
 class StandIn(torch.SymFloat):
@@ -342,18 +332,6 @@ for _name in (
 
 for _rounding in (math.floor, math.ceil, math.trunc):
     setattr(StandIn, f"__{_rounding.__name__}__", functools.partialmethod(StandIn.through, _rounding))
-
-
-def _close_to(value: Any, place: int) -> Any:
-    """A number close to it, another one for each place, so that what operators compute of them, 1 less say, are others, too;
-    the same one where it is too large for that."""
-    if isinstance(value, int):
-        return value + 1_000_003 + 1_009 * place
-    if not abs(value) < _LARGE:
-        return value
-    if abs(value) < _TINY:
-        return value + math.copysign(3.17e-7 + 1.13e-9 * place, value)
-    return value * (1 - 7.31e-7 - 1.13e-9 * place)
 
 
 def _place_among(value: Any, special: tuple[float, ...]) -> tuple[int, int, bool]:
