@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import logging
 from typing import Any
@@ -15,7 +16,7 @@ from lowtide.api import runtime_of
 from lowtide.capture import capture
 from lowtide.capture.family import SymbolicFamily, capture_family
 from tests.support.beside import plain_and_planned
-from tests.support.networks import Residual, WithLoss, perceptron
+from tests.support.networks import Generated, Residual, WithLoss, perceptron
 from tests.support.records import assert_same_records, run_training, scalar_loss, training_step
 from tests.support.training import copy_inputs, make
 from tests.support.versions import needs_2_13
@@ -476,6 +477,26 @@ def test_guards_of_python_state_hold_for_families(caplog: pytest.LogCaptureFixtu
             each(torch.full((length, 32), 0.1)).backward()
         for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad), length
+
+
+def test_namespaces_of_functions_that_text_defines() -> None:
+    """Python's own functions, which ``exec`` puts into them, are as they were after a capture with symbols."""
+
+    names = vars(builtins)
+    own = names.copy()
+    model, eager = make(Generated), make(Generated)
+    try:
+        lowtide.rematerialize(model, (torch.full((4, 32), 0.1),), budget="100%", dynamic=True)
+    finally:
+        after = names.copy()
+        names.update(own)
+    assert after == own
+    for iteration, length in enumerate([5, 6, 7, 8]):
+        losses = []
+        for each in (model, eager):
+            each.names["scale"] = 1.0 + iteration // 2
+            losses.append(each(torch.full((length, 32), 0.1)))
+        assert torch.equal(*losses), length
 
 
 def test_programs_are_bounded_and_the_oldest_go(caplog: pytest.LogCaptureFixture) -> None:

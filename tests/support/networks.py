@@ -89,3 +89,15 @@ def tiny_gpt2(words: int) -> nn.Module:
     )
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model.train()
+
+
+class Generated(nn.Module):
+    """Has a function that text defines, in a dictionary of names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.names = perceptron(2), {"scale": 1.0}
+        exec("def scaled(x): return x * scale", self.names)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.names["scaled"](self.body(x)).square().mean()  # type: ignore[operator]

@@ -7,6 +7,7 @@ read (``guards.observe``).
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import contextvars
 import enum
@@ -37,6 +38,7 @@ ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not ther
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 MUTABLE = (list, deque, dict, set)
+_BUILTINS = vars(builtins)
 OWN = frozenset(vars(nn.Module()))  # what every module has
 _BESIDE = (*PLAIN, *CONTAINERS, types.FunctionType, functools.partial)
 CLOSED = (
@@ -73,6 +75,11 @@ def _referent(value: Any) -> tuple[Any, ...]:
         return (value.__init__.__self__,)
     except ReferenceError:
         return ()
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    """Of Python's own functions, which every namespace has by reference, none: code that uses one names it."""
+    return () if value is _BUILTINS else (*value.keys(), *value.values())
 
 
 def _namespace(value: Any) -> tuple[Any, ...]:
@@ -115,7 +122,7 @@ _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     (deque, lambda value: (value.maxlen, *value)),
     *(((kind,), _items_of(kind)) for kind in (list, tuple, set, frozenset)),
     (defaultdict, lambda value: (value.default_factory, *value.keys(), *value.values())),
-    ((dict, types.MappingProxyType), lambda value: (*value.keys(), *value.values())),
+    ((dict, types.MappingProxyType), _entries),
     (functools.partial, lambda value: (value.func, value.args, value.keywords)),
     (types.MethodType, lambda value: (value.__self__, value.__func__)),
     (types.BuiltinMethodType, lambda value: (value.__self__, value.__name__)),
