@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import reprlib
 from typing import Any
 
 from lowtide.errors import PlanError
@@ -13,6 +14,12 @@ DAG_FORMAT = "lowtide-dag/1"
 SECOND = {GRAPH_FORMAT: "lowtide-graph/2", SCHEDULE_FORMAT: "lowtide-schedule/2", DAG_FORMAT: "lowtide-dag/2"}
 """The formats of what moves storages to a second memory, or has collectives that may run again; readers take either."""
 _LARGEST = 2**50  # a pebibyte, or 13 days in nanoseconds: sums over any graph stay within 64 bits
+
+
+def shown(value: Any) -> str:
+    """What stands there, in a few characters of it."""
+    shortened = reprlib.repr(value)
+    return shortened if len(shortened) <= 80 else f"{shortened[:80]}..."
 
 
 def format_of(form: str, second: bool) -> str:
@@ -29,31 +36,31 @@ def expect_format(data: Any, *wanted: str) -> None:
     if not isinstance(data, dict):
         raise PlanError(f"expected an object of format {formats}, found a {type(data).__name__}.")
     if data.get("format") not in wanted:
-        raise PlanError(f"expected format {formats}, found {data.get('format')!r}.")
+        raise PlanError(f"expected format {formats}, found {shown(data.get('format'))}.")
 
 
 def count(number: Any, what: str) -> int:
     """A whole number of at least 0; ``5.0`` counts as one."""
     whole = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= _LARGEST
     if not whole or number != int(number):
-        raise PlanError(f"{what}: {number!r} is not a whole number from 0 to {_LARGEST}.")
+        raise PlanError(f"{what}: {shown(number)} is not a whole number from 0 to {_LARGEST}.")
     return int(number)
 
 
 def index(number: Any, size: int, what: str) -> int:
     """A position in a list of ``size`` entries."""
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < size:
-        raise PlanError(f"{what}: {number!r} is not an index below {size}.")
+        raise PlanError(f"{what}: {shown(number)} is not an index below {size}.")
     return number
 
 
 def text(string: Any, what: str) -> str:
     if not isinstance(string, str):
-        raise PlanError(f"{what}: {string!r} is not a string.")
+        raise PlanError(f"{what}: {shown(string)} is not a string.")
     return string
 
 
 def truth(value: Any, what: str) -> bool:
     if not isinstance(value, bool):
-        raise PlanError(f"{what} is {value!r}, not true or false.")
+        raise PlanError(f"{what} is {shown(value)}, not true or false.")
     return value

@@ -24,6 +24,7 @@ from lowtide.ir.fields import (
     expect_format,
     format_of,
     index,
+    shown,
     text,
     truth,
 )
@@ -123,7 +124,7 @@ def second_memory_from_json(data: Any) -> SecondMemory | None:
         return None
     known = {field.name for field in dataclasses.fields(SecondMemory)}
     if not isinstance(data, dict) or not set(data) <= known:
-        raise PlanError(f"a second memory has the fields {', '.join(sorted(known))}, not {data!r}.")
+        raise PlanError(f"a second memory has the fields {', '.join(sorted(known))}, not {shown(data)}.")
     shared, name = data.get("shared", False), text(data.get("name", ""), "name of the second memory")
     fields = {key: number for key, number in data.items() if key not in ("shared", "name")}
     for required in ("offload_bytes_per_second", "fetch_bytes_per_second"):
@@ -150,7 +151,7 @@ def _graph_of_dag(data: dict[str, Any]) -> dict[str, Any]:
     for position, op in enumerate(ops):
         for source in op["inputs"]:
             if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < position:
-                raise PlanError(f"op {op['name']} ({position}) reads op {source!r}, which is not an earlier one.")
+                raise PlanError(f"op {op['name']} ({position}) reads op {shown(source)}, which is not an earlier one.")
     outputs = [index(output, len(ops), "outputs") for output in data["outputs"]]
     read = {source for op in ops for source in op["inputs"]}.union(outputs)
 
@@ -226,7 +227,7 @@ def _op(op: dict[str, Any], position: int, forward_ops: int) -> Op:
         fields[key] = tuple(op[key])
     unknown = [flag for flag in op["flags"] if flag not in FLAGS]
     if unknown:
-        raise PlanError(f"op {op['name']} has unknown flags {unknown}; known are {', '.join(FLAGS)}.")
+        raise PlanError(f"op {op['name']} has unknown flags {shown(unknown)}; known are {', '.join(FLAGS)}.")
     fields |= {flag: flag in op["flags"] for flag in FLAGS}
     return Op(id=position, phase=Phase.FORWARD if position < forward_ops else Phase.BACKWARD, **fields)
 
