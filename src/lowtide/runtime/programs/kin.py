@@ -235,7 +235,7 @@ def _places(known: Sequence[Shapes]) -> list[Place]:
 
 def operators(program: Program) -> Any:
     """Equal for programs that are the same but for sizes: a schedule of one is one of the other."""
-    ops = tuple((op.target, op.inputs, op.outputs) for op in program.graph.ops)
+    ops = tuple((op.target, op.inputs, op.outputs, op.overwrites) for op in program.graph.ops)
     return ops, tuple(value.storage for value in program.graph.values), program.graph.outputs
 
 
