@@ -147,7 +147,13 @@ def _moving_average(self: Any, h: torch.Tensor) -> Any:
     return h.square().mean() / (1 + self.average)
 
 
-FEW_PROGRAMS = [_above, _at_least, _not_finite, _moving_average]
+def _by_turns(self: Any, h: torch.Tensor) -> Any:
+    many = int((h > 0).sum())
+    h = h * 2 if many // 2 % 2 == 0 else h
+    return h.square().mean(), many % 5
+
+
+FEW_PROGRAMS = [_above, _at_least, _not_finite, _moving_average, _by_turns]
 
 
 def _best_so_far(self: Any, h: torch.Tensor) -> Any:

@@ -31,6 +31,7 @@ _FIRST, _BETWEEN = 0.7548776662466927, 0.0317249
 _FIRST_WHOLE, _BETWEEN_WHOLE = 7_000_003, 20_011
 _MOST = 64  # of one call, each of which is an operator: lists of many are no numbers to compute with
 _EXACT = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, abs}  # on tensors as on numbers
+_EXACT_OF_WHOLE = {operator.mod, operator.floordiv}  # by a positive one
 
 
 _Version = tuple[int, int]  # of a tensor: which one it is, and how often it has been written
@@ -185,15 +186,21 @@ def _as_tensor(one: Any, floats: bool) -> Any:
     """A number of a tensor in the precision of Python's; others as they are."""
     if not _is_of_tensor(one):
         return one
-    if any(operation.function not in _EXACT for operation in one.operations):
+    made_floats = one.comparisons.kind is float or any(map(_makes_floats, one.operations))
+    if not all(_is_exact(operation, made_floats) for operation in one.operations):
         raise one.misused()
-    floats = floats or one.comparisons.kind is float or any(map(_makes_floats, one.operations))
-    tensor = one.comparisons.tensor.double() if floats else one.comparisons.tensor.long()
+    tensor = one.comparisons.tensor.double() if made_floats else one.comparisons.tensor.long()
     for operation in one.operations:
         if operation.function is operator.truediv and operation.reflected:
             _refuse_zero(tensor)
         tensor = operation(tensor)
-    return tensor
+    return tensor.double() if floats else tensor
+
+
+def _is_exact(operation: Operation, floats: bool) -> bool:
+    """Whether tensors come to the same as Python's numbers."""
+    whole = not floats and not operation.reflected and type(operation.other) is int and operation.other > 0
+    return operation.function in _EXACT or (whole and operation.function in _EXACT_OF_WHOLE)
 
 
 def _makes_floats(operation: Operation) -> bool:
