@@ -305,6 +305,10 @@ def _schedule(self: Any, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     return (self.first(x) * math.cos(float(number) / 9)).square().sum()
 
 
+def _weighted(self: Any, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    return (self.first(x) * number.double().mul(0.1).item()).square().sum()
+
+
 def _as_a_size(self: Any, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     return self.first(x).square().sum() * self.table[: int(number) + 1].sum()
 
@@ -317,7 +321,7 @@ def _how_often(self: Any, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor
 
 @pytest.mark.parametrize(
     ("compute", "captures"),
-    [(_times, 1), (_place_in_the_arguments, 1), (_schedule, 1), (_as_a_size, 9), (_how_often, 9)],
+    [(_times, 1), (_weighted, 1), (_place_in_the_arguments, 1), (_schedule, 1), (_as_a_size, 9), (_how_often, 9)],
 )
 def test_a_number_that_a_tensor_among_the_arguments_brings(
     compute: Callable[..., torch.Tensor], captures: int, caplog: pytest.LogCaptureFixture

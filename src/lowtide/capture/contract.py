@@ -30,7 +30,7 @@ from lowtide.objects.places import current
 from lowtide.program import Program
 from lowtide.program.distributed.local import formed
 from lowtide.program.layouts import memory_of
-from lowtide.program.scalars import as_tensor
+from lowtide.program.scalars import NUMBERS, as_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,11 +117,11 @@ class Conditions:
         answers = (f"{question.source}: {question.answer}, then {new}" for question, new in self._other_answers(given))
         return self.changed(model) or next(answers, "what is drawn from the generators of Python or NumPy")
 
-    def changed_inputs(self, model: nn.Module, inputs: list[torch.Tensor], *asks: str) -> frozenset[int]:
-        """The flat inputs of which a question has another answer: any, or one that ``asks`` so."""
+    def changed_inputs(self, model: nn.Module, inputs: list[torch.Tensor], numbers: bool = False) -> frozenset[int]:
+        """The flat inputs of which a question has another answer; where it is about ``numbers``, another one of these."""
         given = self.held_inputs.behind(inputs, model)
         others = () if given is None else self._other_answers(given)
-        asked = (question.known.positions() for question, _ in others if question.ask in (asks or (question.ask,)))
+        asked = (question.known.positions() for question, answer in others if not numbers or _is_of_numbers(answer))
         return frozenset[int]().union(*asked)
 
     def ask_other_numbers(self, inputs: list[torch.Tensor], model: nn.Module, states: int) -> bool:
@@ -236,3 +236,8 @@ class Captured:
     def same_as(self, other: Captured, held: Collection[int]) -> bool:
         """Whether both stand for the same call, see ``Program.same_as``."""
         return self.contract.same_as(other.contract) and self.program.same_as(other.program, held)
+
+
+def _is_of_numbers(answer: Any) -> bool:
+    """Whether it is a number, or a list of such: no truth value, and no shape."""
+    return type(answer) in NUMBERS or (type(answer) is list and all(map(_is_of_numbers, answer)))

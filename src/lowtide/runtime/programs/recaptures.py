@@ -88,7 +88,7 @@ class Recaptures:
         self._counts[key] += 1
         times, name, conditions = self._counts[key] + 1, type(model).__name__, latest.conditions[0]
         why = conditions.broken(model, inputs)
-        numbers = conditions.changed_inputs(model, inputs, "item", "values")
+        numbers = conditions.changed_inputs(model, inputs, numbers=True)
         self.known = self.known.with_changes(conditions, model, numbers)
         computed = self.known.numbers.keys() & self.known.computed
         drawn = conditions.draws is not None and not conditions.draws.come_again
