@@ -177,8 +177,42 @@ ONE_PROGRAM = [
 
 
 def _chosen(self: Any, h: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = random.choice(self.heads)(h)
-    return made.square().sum()
+    made: torch.Tensor = random.choice(self.heads)(h) * random.choice(seq=(0.5, 2.0))
+    try:
+        random.choice([])
+    except IndexError:
+        return made.square().sum()
+    return made.sum()
+
+
+def _written_by_its_data(self: Any, h: torch.Tensor) -> torch.Tensor:
+    begin = (torch.rand(()) * 15).long()
+    end = begin + 6
+    first = self.table[begin:end] + self.table[begin]
+    begin.data.add_(3)
+    return (h * first).square().sum() + self.table[begin].sum() + self.table[end].sum()
+
+
+def _sums_with_factors(self: Any, h: torch.Tensor) -> torch.Tensor:
+    begin = (torch.rand(()) * 5).long()
+    short = begin.to(torch.int8)
+    parts = self.table[torch.add(begin, 2, alpha=4)], self.table[begin.add(1, alpha=3)], self.table[short + 120 - 110]
+    return (h * sum(parts)).square().sum()
+
+
+def _with_a_mask_of_numpys(self: Any, h: torch.Tensor) -> torch.Tensor:
+    self.place = (self.place + 1) % 5
+    mask = np.zeros((1, 6), dtype=bool)
+    mask[0, 2] = True
+    return (h[None][mask, self.place] * h[None, [0, 1], self.place]).sum() + h.mean()
+
+
+def _one_of_few(self: Any, h: torch.Tensor) -> torch.Tensor:
+    h = self.heads[self.place % 3](h) * {0: 1.0, 1: 2.0}[self.place % 2]
+    for _ in range(self.place % 3):
+        h = torch.tanh(h)
+    self.place += 1
+    return h.square().sum() * (2 if str(self.place % 3) == "1" else 1)
 
 
 def _of_a_sum_that_moves(self: Any, h: torch.Tensor) -> torch.Tensor:
@@ -236,7 +270,8 @@ def _with_a_mask(self: Any, h: torch.Tensor) -> torch.Tensor:
 
 EVERY = [
     *ONE_PROGRAM, _chosen, _to_the_end, _longer_each_time, _cut_at_the_end, _from_the_end, _every_other,
-    _of_a_sum_that_moves, _of_a_list, _returned, _with_a_mask,
+    _of_a_sum_that_moves, _written_by_its_data, _sums_with_factors, _with_a_mask_of_numpys, _one_of_few, _of_a_list,
+    _returned, _with_a_mask,
 ]  # fmt: skip
 
 

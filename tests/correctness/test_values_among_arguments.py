@@ -257,3 +257,23 @@ def test_a_value_that_is_looked_at_in_a_call_in_which_another_is_not_as_usual() 
         for loss in losses:
             loss.backward()
     assert torch.equal(plain.layer.weight.grad, planned.layer.weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32, np.float64, int, float])
+def test_tensors_that_are_made_of_a_value_have_its_type(kind: type) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, number: Any) -> Any:
+            made = torch.tensor(number)
+            return (self.layer(x) * made).square().sum(), made // 2, torch.as_tensor(number)
+
+    plain, planned = plain_and_planned(Model)
+    for step in range(STEPS):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        (one, *theirs), (other, *ours) = plain(x, kind(step + 1)), planned(x, kind(step + 1))
+        assert torch.equal(one, other)
+        assert [(each.dtype, each.item()) for each in theirs] == [(each.dtype, each.item()) for each in ours]
+        other.backward()

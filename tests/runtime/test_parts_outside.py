@@ -226,6 +226,7 @@ class _Queue(nn.Module):
         keys = self.encoder(x)
         loss = (keys @ self.queue.clone()).logsumexp(1).mean()
         place = int(self.place)
+        loss = loss + self.queue[:, place:].mean()
         self.queue[:, place : place + len(x)] = keys.detach().T
         self.place[0] = (place + len(x)) % self.queue.shape[1]
         return loss

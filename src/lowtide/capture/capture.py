@@ -26,7 +26,7 @@ from lowtide.capture.model_state import model_state
 from lowtide.capture.python_state.effects import attribute_effects
 from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
 from lowtide.capture.python_state.effects.backward_effects import BackwardEffectError
-from lowtide.capture.python_state.effects.held_inputs import HeldInputs, inputs_at
+from lowtide.capture.python_state.effects.held_inputs import HeldInputs, followed_inputs
 from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder, drawn_number
 from lowtide.capture.python_state.guards import counters
 from lowtide.capture.python_state.guards.counters import Readers
@@ -34,7 +34,7 @@ from lowtide.capture.python_state.guards.external_effects import hooks_kept
 from lowtide.capture.python_state.guards.guards import Guards
 from lowtide.capture.python_state.guards.reads import Read, read_of
 from lowtide.capture.python_state.guards.standing import Numbers
-from lowtide.capture.python_state.paths import AttributePath, leaf, sharing
+from lowtide.capture.python_state.paths import leaf, sharing
 from lowtide.capture.read_numbers import TensorNumbers
 from lowtide.capture.refusals import (
     capture_error,
@@ -182,7 +182,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     assert known.recorder is not None
     model, recorder, effects = call.model, known.recorder, known.effects
     mode = AnsweringFakeMode(call.sizes, known.expected)
-    held, followed = _followed(model, known.follow, (*call.state.registered, *call.tensors))
+    held, followed = followed_inputs(model, known.follow, (*call.state.registered, *call.tensors))
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held), known.unknown)
     taken: list[Taken] = []
     recorder.taken, recorder.moved = taken if known.scalars else None, known.moved
@@ -255,6 +255,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         return replace(known, effects=effects)
     if read.misused:
         return known.without_numbers_read(effects)
+    read.begin()  # what is kept of its numbers keeps nothing of the trace
     return _Trace(module, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws, known)
 
 
@@ -317,17 +318,6 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Rewrite | None) -> Captu
     conditions = Conditions(trace.questions, guards, trace.draws, followed, written, expected, late, *learned)
     left = settings, trace.traced.counted(), run.buffers
     return Captured(program, Contract(run.result, conditions, effects, *left, run.specs, run.writes))
-
-
-def _followed(
-    model: nn.Module, follow: frozenset[AttributePath] | HeldInputs, state: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], HeldInputs]:
-    if not isinstance(follow, HeldInputs):
-        return inputs_at(model, follow, state)
-    held = follow.behind([], model)
-    if held is None:
-        raise CaptureError("tensors in the model's attributes are not where they were when it was called.")
-    return held, follow
 
 
 def _read_inputs(program: Program, questions: Sequence[Any]) -> set[int]:

@@ -77,8 +77,8 @@ class Known:
         return replace(self, effects=effects, items=self.items and bool(self.unknown), unknown=frozenset())
 
     def with_changes(self, conditions: Conditions, model: nn.Module, unknown: frozenset[int]) -> Known:
-        """For another call, where these conditions do not hold any more: what has changed is likely to change again, also
-        those of the flat inputs that are ``unknown`` before."""
+        """For another call, where these conditions do not hold any more: what has changed is likely to change again.
+        ``unknown``: flat inputs with other numbers than in the call before."""
         numbers = {**self.numbers, **conditions.other_numbers(model)}
         met = (self.bounds.keys() & numbers.keys()) - self.tried
         passed = {place for place in met if not self.bounds[place].hold(current(*numbers[place][:3]))}

@@ -24,11 +24,7 @@ _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 def stands_in(function: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a call indexes a tensor by stand-ins."""
-    return function in (_GET, _SET) and any(
-        type(one) is StandIn
-        for item in _items(args[1])
-        for one in ((item.start, item.stop) if isinstance(item, slice) else (item,))
-    )
+    return function in (_GET, _SET) and any(map(_ends, _items(args[1])))
 
 
 def with_positions(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
@@ -37,6 +33,9 @@ def with_positions(function: Callable[..., Any], args: Sequence[Any]) -> tuple[C
         return function, args
     tensor, index, *values = args
     items = _items(index)
+    stand_ins = [one for item in items for one in _ends(item)]
+    if stand_ins and not all(map(_is_known, items)):
+        raise stand_ins[0].misused()
     if function == _SET and any(map(_is_loose, items)):
         return torch.Tensor.masked_fill_, _elements(tensor, items, values[0])
     placed = tuple(_placed(item, size) for item, size in zip(items, _sizes(tensor, items), strict=True))
@@ -66,6 +65,18 @@ def is_place(one: Any) -> bool:
     return isinstance(one, torch.Tensor) and one.dim() == 0 and one.dtype in _WHOLE
 
 
+def _ends(item: Any) -> list[StandIn]:
+    """The stand-ins in an item of an index: itself, or the bounds of a slice."""
+    return [one for one in ((item.start, item.stop) if isinstance(item, slice) else (item,)) if type(one) is StandIn]
+
+
+def _is_known(item: Any) -> bool:
+    """Whether it is known how many dimensions an item of an index takes."""
+    return (
+        item is None or item is Ellipsis or type(item) in (bool, int, slice, StandIn) or isinstance(item, torch.Tensor)
+    )
+
+
 def _items(index: Any) -> tuple[Any, ...]:
     return index if type(index) is tuple else (index,)
 
@@ -90,8 +101,8 @@ def _dimensions(item: Any) -> int:
 
 def _is_loose(item: Any) -> bool:
     """Whether it is a slice of another length for another number."""
-    ends = [one for one in (item.start, item.stop) if type(one) is StandIn] if isinstance(item, slice) else []
-    if not ends:
+    ends = _ends(item)
+    if not isinstance(item, slice) or not ends:
         return False
     start, stop = ends[0], ends[-1]
     alike = len(ends) == 2 and start.comparisons is stop.comparisons
@@ -101,7 +112,7 @@ def _is_loose(item: Any) -> bool:
 def _elements(tensor: torch.Tensor, items: Sequence[Any], value: Any) -> tuple[torch.Tensor, ...]:
     """Of what is to be put into loose slices of a tensor: where these are without bounds, which elements they have of that, and
     the value."""
-    first = next(one for item in items if _is_loose(item) for one in (item.start, item.stop) if type(one) is StandIn)
+    first = next(one for item in items for one in _ends(item))
     single = type(value) in (bool, int, float, StandIn) or (
         isinstance(value, torch.Tensor) and value.dim() == 0 and not value.requires_grad
     )
@@ -137,7 +148,7 @@ def _placed(item: Any, size: int) -> Any:
     """An item of an index, with the places that stand-ins in it take in a dimension of this size."""
     if type(item) is StandIn:
         return _inside((item,), 1, size)[0]
-    ends = [one for one in (item.start, item.stop) if type(one) is StandIn] if isinstance(item, slice) else []
+    ends = _ends(item)
     if not ends:
         return item
     if _is_loose(item) or item.step not in (None, 1):

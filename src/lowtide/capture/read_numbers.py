@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture.positions import is_place, with_places
-from lowtide.capture.python_state.guards.compared import Comparisons, StandIn, at_least, at_most
+from lowtide.capture.python_state.guards.compared import Comparisons, StandIn, kind_of
+from lowtide.capture.python_state.guards.shown import at_least, at_most
 from lowtide.capture.trace.classes import fake_of
 from lowtide.capture.trace.expected import READ, expect, is_drawn
 from lowtide.program.items import TensorNumber
@@ -34,13 +35,6 @@ _EXACT = {operator.add, operator.sub, operator.mul, operator.truediv, operator.n
 _EXACT_OF_WHOLE = {operator.mod, operator.floordiv}  # by a positive one
 
 
-_Version = tuple[int, int]  # of a tensor: which one it is, and how often it has been written
-
-
-def _version(tensor: torch.Tensor) -> _Version:
-    return id(tensor), tensor._version
-
-
 class TensorNumbers:
     """Of one trace. ``allowed``: whether there may be any; ``taken``: what operators took of all numbers, or ``None`` where
     they may take none of tensors; ``moved``: whether they are given others; ``converting``: variables of the modules whose code
@@ -51,11 +45,12 @@ class TensorNumbers:
         self.asking: Variables | None = None
         self._taken = taken
         self._read: list[Comparisons] = []
-        self._places: dict[_Version, tuple[torch.Tensor, StandIn | None]] = {}
-        self._sums: dict[_Version, tuple[torch.Tensor, torch.Tensor, _Version, int]] = {}  # of a tensor and a number
+        # By the ids of the values that tensors have, which they get anew where they are written.
+        self._places: dict[int, tuple[torch.Tensor, StandIn | None]] = {}
+        self._sums: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]] = {}  # of a tensor and a number
 
     def begin(self) -> None:
-        """A run of the model begins."""
+        """A run of the model begins, or nothing of the last one is asked any more."""
         self._read.clear()
         self._places.clear()
         self._sums.clear()
@@ -74,18 +69,21 @@ class TensorNumbers:
         return with_places(function, args, self._place)
 
     def _place(self, tensor: torch.Tensor) -> StandIn | None:
-        version = _version(tensor)
-        if version not in self._places:
-            _, of, before, number = self._sums.get(version, (None, None, version, 0))
-            begin = None if of is None or _version(of) != before else self._place(of)
+        value = _value(tensor)
+        if id(value) not in self._places:
+            _, of, before, number = self._sums.get(id(value), (None, None, None, 0))
+            begin = None if of is None or _value(of) is not before else self._place(of)
             made: Any = self.item(tensor) if begin is None else operator.add(begin, number)
-            self._places[version] = tensor, made
-        return self._places[version][1]
+            self._places[id(value)] = value, made
+        return self._places[id(value)][1]
 
     def note_sum(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """A call may have moved a place by a number of Python's."""
-        if function in _ADDING and [type(one) for one in args[1:]] == [int] and is_place(result):
-            self._sums[_version(result)] = result, args[0], _version(args[0]), args[1]
+        """A call without names of arguments may have moved a place by a number of Python's."""
+        if function not in _ADDING or [type(one) for one in args[1:]] != [int] or not isinstance(args[0], torch.Tensor):
+            return
+        if is_place(result) and result.dtype is args[0].dtype is torch.int64:
+            value = _value(result)
+            self._sums[id(value)] = value, args[0], _value(args[0]), args[1]
 
     def convert(self, tensor: Any, calling: types.FrameType) -> None:
         """Code asks for the number of a traced tensor itself."""
@@ -133,6 +131,13 @@ class TensorNumbers:
             return bool(made)
 
 
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    """The fake tensor that a traced one holds as it is now."""
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
+    return fake_of(tensor)  # type: ignore[no-any-return]
+
+
 def _is_unknown(tensor: Any) -> bool:
     if not isinstance(tensor, (FunctionalTensor, FakeTensor)) or tensor.layout is not torch.strided:
         return False
@@ -161,7 +166,7 @@ def _made(function: Callable[..., Any], one: Any, other: Any) -> torch.Tensor:
     known = type(other) is StandIn or type(other) in (*NUMBERS, bool)
     if not known or (function not in _EXACT and function not in _COMPARING):
         raise one.misused()
-    floats = function is operator.truediv or any(_kind(each) is float for each in (one, other))
+    floats = function is operator.truediv or any(kind_of(each) is float for each in (one, other))
     operands = _as_tensor(one, floats), _as_tensor(other, floats)
     if function is operator.truediv:
         _refuse_zero(operands[1])
@@ -176,10 +181,6 @@ def _refuse_zero(divisor: Any) -> None:
         expect(other, True)
         if not other:
             raise ZeroDivisionError("float division by zero")
-
-
-def _kind(one: Any) -> type:
-    return one.kind if type(one) is StandIn else type(one)
 
 
 def _as_tensor(one: Any, floats: bool) -> Any:

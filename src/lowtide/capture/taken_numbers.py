@@ -14,11 +14,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from lowtide.capture.positions import stands_in, with_positions
 from lowtide.capture.python_state.code.beside import Code, places_of
-from lowtide.capture.python_state.guards.compared import StandIn
+from lowtide.capture.python_state.guards.compared import StandIn, kind_of
 from lowtide.capture.trace.known_values import unknown
 from lowtide.capture.trace.patches import all_wrapped
 
@@ -43,6 +44,9 @@ _SPECIAL_FACTORS = (0, 1)  # of what is added: ``alpha``
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _MAKING = (torch.tensor, torch.as_tensor)
+_DTYPES: dict[type, torch.dtype | None] = {
+    float: None, int: torch.int64, np.float64: torch.float64, np.float32: torch.float32, np.int64: torch.int64
+}  # fmt: skip
 _UNARY = "exp expm1 log log1p log2 log10 sqrt sin cos tan asin acos atan sinh cosh tanh erf fabs radians degrees"
 _ASKED = "isnan isinf isfinite"
 
@@ -74,7 +78,7 @@ class TakingNumbers(torch.overrides.TorchFunctionMode):
         """A call that has come to the mode from the frame ``calling``."""
         if func in _MAKING and _is_list_with_stand_ins(args[0]) and kwargs.keys() <= {"dtype", "device"}:
             with self:
-                return _stacked(args[0], **kwargs)
+                return _made_of(args[0], **kwargs)
         stands = any(type(one) is StandIn for one in (*args, *kwargs.values())) or stands_in(func, args)
         if stands and isinstance(func, _BUILT_IN):
             with unknown():
@@ -102,16 +106,12 @@ def _opened(function: Callable[..., Any]) -> contextlib.AbstractContextManager[N
 def _is_list_with_stand_ins(value: Any) -> bool:
     """Whether it is a list of numbers, as those of Python are, some of which are stand-ins."""
     listed = value if type(value) in (list, tuple) else ()
-    return any(type(one) is StandIn for one in listed) and {*map(_kind, listed)} <= {int, float}
+    return any(type(one) is StandIn for one in listed) and {*map(kind_of, listed)} <= {int, float}
 
 
-def _kind(number: Any) -> type:
-    return number.kind if type(number) is StandIn else type(number)
-
-
-def _stacked(numbers: Sequence[Any], dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+def _made_of(numbers: Sequence[Any], dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
     """The tensor of these numbers, made of one of each."""
-    dtype = dtype or (torch.get_default_dtype() if float in map(_kind, numbers) else torch.int64)
+    dtype = dtype or (torch.get_default_dtype() if float in map(kind_of, numbers) else torch.int64)
     return torch.stack([torch.full((), one, dtype=dtype, device=device) for one in numbers])
 
 
@@ -120,7 +120,7 @@ def _taken(
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
     """A call of a function with numbers in the place of stand-ins, if it takes them."""
     if function in _MAKING and type(args[0]) is StandIn and kwargs.keys() <= {"dtype", "device"}:
-        dtype = {float: torch.get_default_dtype(), int: torch.int64}.get(args[0].kind, torch.float64)
+        dtype = _DTYPES[args[0].kind] or torch.get_default_dtype()
         function, args, kwargs = torch.full, ((), args[0], *args[1:]), {"dtype": dtype, **kwargs}
     if not kwargs:
         function, args = with_positions(function, args)

@@ -149,7 +149,8 @@ class TensorCalls(TakingNumbers):
 
     def run(self, func: Any, args: Any, kwargs: Any, calling: FrameType) -> Any:
         made = super().run(func, self.numbers.indexing(func, args), kwargs, calling)
-        self.numbers.note_sum(func, args, made)
+        if not kwargs:
+            self.numbers.note_sum(func, args, made)
         return made
 
     def called(self, func: Any, args: Any, kwargs: Any, calling: FrameType) -> Any:

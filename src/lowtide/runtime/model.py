@@ -55,6 +55,7 @@ class Rematerialized(Planned):
             settings = dataclasses.replace(settings, planning="wait", dynamic=False)  # all ranks run one plan at a time
         super()._begin(model, settings, original_forward, had_instance_forward)
         self.parts: Parts | None = None
+        self._former: Parts | None = None  # while the model is tried as a whole again
         self._runs_in_parts = False  # whether a call has
         self._was_whole = False  # though its program changes from call to call, which is why it is in parts
         self._stays_whole = False  # since its parts do not fit the budget, and it has been found out what else does
@@ -76,7 +77,8 @@ class Rematerialized(Planned):
         if self.parts is not None and self.parts.is_called:  # it calls itself
             return self.original_forward(*args, **kwargs)
         if self.parts is not None and not self._was_whole and self.parts.beginning.has_turned():
-            self._try_whole()
+            self._former = self.parts
+            self._go_back()
         if self._online is not None and not self._wants_plan(self._online, (args, kwargs)):
             return self._run_online(args, kwargs)
         if self._root is None and is_sharded(self.model):
@@ -162,7 +164,7 @@ class Rematerialized(Planned):
                     self._go_whole(error, args, kwargs)
                     return self.call(*args, **kwargs)
             if (self.parts or self._online) and not (self._runs_in_parts or isinstance(error, OnlineBudgetError)):
-                self._go_back()
+                self._go_back()  # the call itself was wrong
             raise
         self._runs_in_parts = bool(self._apart)  # not where it was one call alone
         if self.optimizer is not None and (self.parts is not None or self.is_online):
@@ -170,17 +172,12 @@ class Rematerialized(Planned):
         return result
 
     def _go_back(self) -> None:
-        """The call itself was wrong: that is no reason to run others in parts, or online."""
-        self.parts = None
-        self._try_whole()
+        """Another call is no reason to run this one in parts, or online: it is captured, if it can be."""
+        self.parts, self._runs_in_parts = None, False
+        self._apart.clear()
+        self._leave_online()
         if self.settings.arena:
             self.begin_anew()
-
-    def _try_whole(self) -> None:
-        """The next call is captured, if it can be."""
-        self._apart.clear()
-        self._runs_in_parts = False
-        self._leave_online()
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
         if self._runs_in_parts and not self.entries:  # there is nothing to be found
@@ -193,7 +190,9 @@ class Rematerialized(Planned):
         if self._runs_in_parts or key in self._apart or self._without_gradient[key] >= _MOST_WITHOUT_GRADIENT:
             return None
         try:
-            return super()._new_entry(key, sample, inputs, expected)
+            entry = super()._new_entry(key, sample, inputs, expected)
+            self._former = None
+            return entry
         except NoGradientError:
             self._without_gradient[key] += 1
             raise
@@ -223,7 +222,7 @@ class Rematerialized(Planned):
         if changes and not can_run_in_parts(self.model):
             self._go_whole(str(error), inputs)
             return
-        self.parts = self.parts or Parts(self.model, self.settings, error)
+        self.parts = self.parts or self._former or Parts(self.model, self.settings, error)
         self._was_whole = self.parts.shared.must_fit = changes
         self.parts.shared.budget.granted_bytes = max(self.parts.shared.budget.granted_bytes, self._granted())
         if self._arenas:  # beside it the parts would exceed the budget

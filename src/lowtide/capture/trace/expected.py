@@ -98,6 +98,8 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
         result._lowtide_ones = True  # PyTorch's own functions ask whether something is equal to that
     if not isinstance(result, FakeTensor):
         return
+    if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+        vars(args[0]).pop("_lowtide_now", None)
     now = getattr(args[0], "_lowtide_now", None) if args else None
     if now is not None and func in _SAME:
         result._lowtide_now = now  # type: ignore[attr-defined]

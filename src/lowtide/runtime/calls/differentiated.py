@@ -97,7 +97,8 @@ class DifferentiatedAgain:
             node.register_prehook(heard)  # type: ignore[union-attr]
         if not nodes:  # no backward pass comes to it
             self._kinds.setdefault(kind, False)
-        weakref.finalize(heard, self._gone, kind).atexit = False  # its nodes hold it
+        if not any(tensor.requires_grad for tensor in structure.flatten((args, kwargs))[0]):  # as what penalties are of
+            weakref.finalize(heard, self._gone, kind).atexit = False  # its nodes hold it
         return result
 
     def _gone(self, kind: Any) -> None:

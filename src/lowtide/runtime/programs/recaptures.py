@@ -87,14 +87,11 @@ class Recaptures:
         again and again."""
         self._counts[key] += 1
         times, name, conditions = self._counts[key] + 1, type(model).__name__, latest.conditions[0]
-        why = conditions.broken(model, inputs)
-        numbers = conditions.changed_inputs(model, inputs, numbers=True)
-        self.known = self.known.with_changes(conditions, model, numbers)
+        why, changed = conditions.broken(model, inputs), conditions.changed_inputs(model, inputs)
+        self.known = self.known.with_changes(conditions, model, conditions.changed_inputs(model, inputs, numbers=True))
         computed = self.known.numbers.keys() & self.known.computed
         drawn = conditions.draws is not None and not conditions.draws.come_again
-        if (
-            conditions.changed_inputs(model, inputs) & conditions.written
-        ):  # a buffer that counts calls, a place in a queue
+        if changed & conditions.written:  # a buffer that counts calls, a place in a queue
             self._counting.add(key)
         grows = bool(latest.captured.contract.effects.grown)
         few = (

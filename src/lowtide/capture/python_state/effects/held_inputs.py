@@ -21,6 +21,7 @@ from lowtide.capture.python_state.paths import (
     tensors_in,
     value_at,
 )
+from lowtide.errors import CaptureError
 from lowtide.objects.walk import is_open, reachable
 from lowtide.program.layouts import memory_of
 
@@ -70,6 +71,18 @@ def inputs_at(
     }
     everywhere = (tuple((place, index) for place, index, t in found if id(t) == key) for key in wanted)
     return list(wanted.values()), HeldInputs(tuple(everywhere))
+
+
+def followed_inputs(
+    model: nn.Module, follow: frozenset[AttributePath] | HeldInputs, state: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], HeldInputs]:
+    """Those of ``inputs_at`` these attributes, or where another program had them; ``CaptureError`` where they are not there."""
+    if not isinstance(follow, HeldInputs):
+        return inputs_at(model, follow, state)
+    held = follow.behind([], model)
+    if held is None:
+        raise CaptureError("tensors in the model's attributes are not where they were when it was called.")
+    return held, follow
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:

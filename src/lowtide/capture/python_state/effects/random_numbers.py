@@ -324,7 +324,11 @@ class RandomRecorder:
 
 def _choosing(place: Callable[[int], int]) -> Callable[[Sequence[Any]], Any]:
     """Python's choice, which draws a ``place`` in a sequence."""
-    return lambda sequence: sequence[place(len(sequence))]
+
+    def choice(seq: Sequence[Any]) -> Any:
+        return seq[place(len(seq)) if len(seq) else 0]
+
+    return choice
 
 
 def _of_checking_functions(kinds: set[type], variables: Iterable[Variable]) -> list[dict[str, Any]]:

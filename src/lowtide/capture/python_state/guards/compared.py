@@ -11,7 +11,6 @@ itself.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 import operator
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 
 from lowtide.capture.python_state.guards.reads import Read
-from lowtide.capture.python_state.guards.shown import close_to, places_told_apart
+from lowtide.capture.python_state.guards.shown import at_least, at_most, close_to, place_among, places_told_apart
 from lowtide.capture.python_state.guards.texts import text_stand_in
 from lowtide.objects import structure
 from lowtide.objects.places import current
@@ -112,7 +111,7 @@ class Comparisons:
             if special:
                 raise one.misused()
             return
-        where = Operation(_place_among, special)
+        where = Operation(place_among, special)
         answer = (*one.operations, where), where(one.value)
         self.answers += [answer] if answer not in self.answers else []
 
@@ -152,12 +151,7 @@ class Comparisons:
         self._stand_ins.clear()
 
 
-def at_least(value: Any, bound: int) -> Any:
-    return value >= bound  # as a place in a tensor nearly always is
-
-
-def at_most(value: Any, bound: int) -> Any:
-    return value <= bound
+_FEW = range(1, 17)
 
 
 class StandIn(torch.SymFloat):
@@ -272,8 +266,22 @@ class StandIn(torch.SymFloat):
             raise self.misused()
         return np.minimum(np.maximum(args[0], args[1]), args[2])
 
+    def __index__(self) -> int:
+        """The number itself, for the programs in which it is that, where a remainder lets it be one of few."""
+        few = (operation.function is operator.mod and operation.other in _FEW for operation in self.operations)
+        if self.kind is not int or self.comparisons.tensor is not None or not any(few):
+            raise self.misused()
+        self._compared(operator.eq, self.value)
+        return int(self.value)
+
+    def __hash__(self) -> int:
+        return hash(self.__index__())
+
+    def __repr__(self) -> str:
+        return repr(self.__index__())
+
     __float__ = __int__ = _converted
-    __getattr__ = __repr__ = conjugate = hex = is_integer = as_integer_ratio = _sympy_ = _refused
+    __getattr__ = conjugate = hex = is_integer = as_integer_ratio = _sympy_ = _refused
     node = property(_refused)  # what reads it as a number of Python's would
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -288,6 +296,11 @@ class StandIn(torch.SymFloat):
 
     def __round__(self, digits: int | None = None) -> StandIn:
         return self._made(*self._after(Operation(round, digits))) if type(digits) is int else self.through(round)
+
+
+def kind_of(number: Any) -> type:
+    """Of a number, or of what stands in for one."""
+    return number.kind if type(number) is StandIn else type(number)
 
 
 def _derived(one: StandIn) -> tuple[torch.Tensor, Item] | None:
@@ -323,7 +336,7 @@ for _function in (
         _method = functools.partialmethod(StandIn._computed, _function, bool(_side))
         setattr(StandIn, f"__{_side}{_function.__name__}__", _method)
 for _name in (
-    *("complex", "index", "hash", "format", "reduce_ex"),
+    *("complex", "format", "reduce_ex"),
     *("pos", "invert"),
     *(f"{side}{name}" for name in ("and", "or", "xor", "lshift", "rshift", "divmod") for side in ("", "r")),
 ):
@@ -334,9 +347,4 @@ for _rounding in (math.floor, math.ceil, math.trunc):
     setattr(StandIn, f"__{_rounding.__name__}__", functools.partialmethod(StandIn.through, _rounding))
 
 
-def _place_among(value: Any, special: tuple[float, ...]) -> tuple[int, int, bool]:
-    """Where a number lies among others, which are in order, and whether it is finite."""
-    return bisect.bisect_left(special, value), bisect.bisect_right(special, value), math.isfinite(value)
-
-
-_AMONG_NONE = Operation(_place_among, ())
+_AMONG_NONE = Operation(place_among, ())

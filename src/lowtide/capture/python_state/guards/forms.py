@@ -12,7 +12,7 @@ from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.reads import Read
 from lowtide.capture.python_state.paths import AttributePath, locate, texts, value_at
 from lowtide.objects.keys import layout
-from lowtide.objects.walk import CONTAINERS
+from lowtide.objects.walk import MUTABLE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ def of_one_container(model: nn.Module, places: Sequence[AttributePath]) -> Itera
     first: dict[int, AttributePath] = {}
     for place in dict.fromkeys(places):
         value, located = value_at(model, place), locate(model, place)
-        if located is None or not isinstance(value, CONTAINERS):
+        if located is None or not isinstance(value, MUTABLE):
             continue
         other = first.setdefault(id(value), place)
         if other != place:

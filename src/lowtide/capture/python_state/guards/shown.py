@@ -1,8 +1,9 @@
 """What operators are given in the place of numbers that change, while a model is traced once more: others, so that what comes
-of them is known by its value."""
+of them is known by its value. And what is asked of such numbers where operators take them."""
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -38,3 +39,16 @@ def places_told_apart(
         if apart and all(known.get(one.source, one) == one for one in made):
             return made
     return None
+
+
+def at_least(value: Any, bound: int) -> Any:
+    return value >= bound  # as a place in a tensor nearly always is
+
+
+def at_most(value: Any, bound: int) -> Any:
+    return value <= bound
+
+
+def place_among(value: Any, special: tuple[float, ...]) -> tuple[int, int, bool]:
+    """Where a number lies among others, which are in order, and whether it is finite."""
+    return bisect.bisect_left(special, value), bisect.bisect_right(special, value), math.isfinite(value)
