@@ -117,6 +117,14 @@ def _every_third_time(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tens
     return y
 
 
+def _in_turn(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = y * [0.5, 1.0, 2.0][self.step % 3]
+    for _ in range(self.step % 3):
+        y = torch.tanh(y)
+    self.step += 1
+    return y * {"0": 2.0, "1": 1.0, "2": 3.0}[str(self.step % 3)]
+
+
 CASES: dict[str, tuple[Compute, dict[str, Callable[[], Any]], Callable[[Any, int], None], int]] = {
     "a number of the loop's": (_doubled_at_first, {"step": int}, _to_step, 3),
     "after other operations": (_cyclic, {"step": int}, _to_step, 6),
@@ -127,6 +135,7 @@ CASES: dict[str, tuple[Compute, dict[str, Callable[[], Any]], Callable[[Any, int
     "a number of its own": (_counting, {"step": int}, _nothing, 2),
     "counted by several operations": (_counted_twice, {"step": int, "total": float}, _nothing, 2),
     "a tensor of the first call": (_kept_at_first, {"calls": int}, _nothing, 2),
+    "one of few, as an index, a length and a text": (_in_turn, {"step": int}, _nothing, 4),
     "counted in an object": (_counted_below, {"state": lambda: Thing(step=0)}, _nothing, 2),
 }
 
