@@ -147,6 +147,7 @@ def test_numbers_that_are_compared(case: str, caplog: pytest.LogCaptureFixture) 
         plain, planned, model = _trained(compute, attributes, set_to)
     assert planned == plain
     assert _captures(caplog) <= captures
+    assert model.forward.parts is None
     with lowtide.checked(every=1):
         model(rows()).backward()
 
