@@ -598,29 +598,35 @@ def test_configurations_may_refuse_to_answer(config: Any) -> None:
         assert all(map(torch.equal, expected, found))
 
 
-def _a_parameter(model: Any) -> torch.Tensor:
-    return model.choices[model.count % 4]
+CHOSEN = {
+    "parameter": lambda m, h, number: h * m.choices[number],
+    "intermediate": lambda m, h, number: [h.detach().sin(), h.detach().cos()][number // 2],
+    "left": lambda m, h, number: m.extra.__setitem__("extra", m.choices[number] * 2),
+}
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        lambda m, block, x, h: h * _a_parameter(m),
-        lambda m, block, x, h: [h.detach().sin(), h.detach().cos()][m.count % 2],
-        lambda m, block, x, h: m.extra.__setitem__("extra", _a_parameter(m) * 2),
-    ],
-    ids=["parameter", "intermediate", "left"],
-)
-def test_counters_that_choose_among_tensors_of_one_shape_are_noticed(chosen: Any) -> None:
-    """The same operators run in each call, on others: planned calls would go on with those of the first."""
-
+def _choosing(case: str, number: Callable[[int], int]) -> nn.Module:
     def note(m: Any, block: Any, x: torch.Tensor, h: torch.Tensor) -> Any:
-        made = chosen(m, block, x, h)
+        made = CHOSEN[case](m, h, number(m.count))
         m.count += 1 if block is m.blocks[-1] else 0
         return made
 
     choices = nn.ParameterList(torch.full((WIDTH,), float(i)) for i in range(4))
+    return make(lambda: _Noting(note, count=0, extra={}, choices=choices))
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_counters_that_choose_among_tensors_of_one_shape_are_noticed(case: str) -> None:
+    """The same operators run in each call, on others: planned calls would go on with those of the first."""
     with pytest.raises(
         lowtide.CaptureError, match=r"depends on attributes that its own forward pass changes \(count\)"
     ):
-        capture(_Noting(note, count=0, extra={}, choices=choices), (_input(0),))
+        capture(_choosing(case, lambda count: count % 40 // 10), (_input(0),))
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_counters_that_choose_in_turn(case: str) -> None:
+    plain, planned = (_choosing(case, lambda count: count % 4) for _ in range(2))
+    lowtide.rematerialize(planned, (_input(0),), budget="100%", planner="greedy")
+    for expected, found in zip(_trained(plain), _trained(planned), strict=True):
+        assert all(map(torch.equal, expected, found))
