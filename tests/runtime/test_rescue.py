@@ -144,7 +144,7 @@ def test_gradients_that_left_are_in_the_way_of_that_pass_alone(caplog: pytest.Lo
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_without_rescue_it_is_the_original_error(where: str) -> None:
-    model = prepared(rescue=False)
+    model = prepared(rescue=False, planning="wait")
     before = plan_of(model)
     args, kwargs = rows()(0)
     with pytest.raises(RuntimeError, match="can't allocate memory") as raised:
