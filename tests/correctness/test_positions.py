@@ -376,3 +376,38 @@ def test_a_number_that_a_tensor_among_the_arguments_brings(
     with caplog.at_level(logging.INFO, "lowtide"):
         assert_same_steps(plain, planned, step, STEPS)
     assert caplog.text.count("is captured again") <= captures
+
+
+@pytest.mark.parametrize("of_buffer", [False, True])
+@pytest.mark.parametrize("leave", ["attribute", "item", "object", "sum", "list"])
+def test_numbers_of_tensors_that_others_bring_and_a_pass_leaves(leave: str, of_buffer: bool) -> None:
+    """In attributes, whatever the number was in the calls that were traced."""
+
+    class Model(_Places):
+        def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            number = int(self.pointer if of_buffer else given)
+            if leave == "attribute":
+                self.place = number
+            elif leave == "item":
+                self.left["number"] = number + 1
+            elif leave == "object":
+                self.first.seen = number
+            elif leave == "sum":
+                self.other += number
+            else:
+                self.left = [number, number * 2]
+            self.pointer[0] = (number + 3) % 17
+            return self.first(x).square().sum() * (number + 1)
+
+    def build() -> nn.Module:
+        model: Any = Model(_mask)
+        model.left, model.first.seen = {"number": 0, "more": 1}, 0
+        return model
+
+    def step(model: Any, number: int) -> Any:
+        returned = model(torch.randn(ROWS, 8), torch.tensor(3 * number + 1))
+        returned.backward()
+        return returned, model.place, model.other, repr(model.left), model.first.seen
+
+    plain, planned = plain_and_planned(build)
+    assert_same_steps(plain, planned, step, STEPS)

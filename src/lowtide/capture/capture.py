@@ -216,6 +216,8 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             places, left = [one.place for one in traced.compared()], traced.run.changes.tensors
             converting = known.converting if read else None
             effects = rehearse(call, held, traced.reads, outside, places, left, known.expected, converting)
+            if known.unknown and not {*left} <= {one.place for one in effects.tensors}:
+                return known.without_numbers_read(None)  # it leaves numbers that the rehearsal knew
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except _LearnedError as error:
