@@ -60,6 +60,22 @@ def _run(options: list[str], words: list[str], tmp_path: Path) -> tuple[int, dic
     return code, json.loads(report.read_text())
 
 
+def _as_alone(
+    options: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> tuple[str, str, dict[str, Any]]:
+    """What a script prints with and without lowtide, what lowtide says beside it, and the summary."""
+    expected = _alone(words, monkeypatch, capsys)
+    code, summary = _run(options, words, tmp_path)
+    printed, said = capsys.readouterr()
+    assert code == 0, said
+    assert printed == expected
+    return expected, said, summary
+
+
 def _model(summary: dict[str, Any], name: str) -> dict[str, Any]:
     (found,) = (model for model in summary["models"] if model["model"] == name)
     assert isinstance(found, dict)
@@ -91,10 +107,7 @@ def test_several_roots_of_a_module(
 ) -> None:
     """Two models by turns are planned; what does not train is not found; what cannot be planned runs, and is named."""
     words = ["-m", "package.gan", "--steps", "3"]
-    expected = _alone(words, monkeypatch, capsys)
-    code, summary = _run(["--budget", "80%"], words, tmp_path)
-    assert code == 0
-    assert capsys.readouterr().out == expected
+    _, _, summary = _as_alone(["--budget", "80%"], words, tmp_path, monkeypatch, capsys)
     assert [model["model"] for model in summary["models"]] == ["Generator", "Discriminator", "Scale"]
     for name, calls in (("Generator", 3), ("Discriminator", 9)):
         model = _model(summary, name)
@@ -109,10 +122,7 @@ def test_models_that_are_called_before_they_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Plans are of what trains, within a percentage of what that takes."""
-    expected = _alone(["probed.py", "1024"], monkeypatch, capsys)
-    code, summary = _run(["--budget", "75%"], ["probed.py", "1024"], tmp_path)
-    assert code == 0
-    assert capsys.readouterr().out == expected
+    _, _, summary = _as_alone(["--budget", "75%"], ["probed.py", "1024"], tmp_path, monkeypatch, capsys)
     assert [model["model"] for model in summary["models"]] == ["Sequential", "Lazy", "Probed"]
     for name in ("Lazy", "Probed"):
         model = _model(summary, name)
@@ -155,11 +165,7 @@ def test_a_larger_call_that_does_not_fit(
         "    loss.backward()\n"
         "    print(loss.item().hex())\n"
     )
-    expected = _alone([str(script)], monkeypatch, capsys)
-    code, summary = _run(["--budget", "60%"], [str(script)], tmp_path)
-    printed, said = capsys.readouterr()
-    assert code == 0, said
-    assert printed == expected
+    expected, said, summary = _as_alone(["--budget", "60%"], [str(script)], tmp_path, monkeypatch, capsys)
     chain = _model(summary, "Chain")
     assert (chain["planned_calls"], chain["calls"]) == (2, 5)
     assert "more than 60% of its pass, but little" in chain["outside"]
@@ -186,11 +192,7 @@ def test_a_model_of_which_nothing_can_be_freed(
         "    loss.backward()\n"
         "    print(loss.item().hex())\n"
     )
-    expected = _alone([str(script)], monkeypatch, capsys)
-    code, summary = _run(["--budget", "60%"], [str(script)], tmp_path)
-    printed, said = capsys.readouterr()
-    assert code == 0, said
-    assert printed == expected
+    _, _, summary = _as_alone(["--budget", "60%"], [str(script)], tmp_path, monkeypatch, capsys)
     assert "plans could free no more than" in _model(summary, "Sequential")["outside"]
     assert main(["run", "--budget", "1MiB", str(script)]) == 3  # bytes are what there is
 
@@ -225,11 +227,7 @@ def test_a_model_that_grows_at_equal_arguments(
         "    loss.backward()\n"
         "    print(loss.item().hex())\n"
     )
-    expected = _alone([str(script)], monkeypatch, capsys)
-    code, summary = _run(["--budget", "60%"], [str(script)], tmp_path)
-    printed, said = capsys.readouterr()
-    assert code == 0, said
-    assert printed == expected
+    _, _, summary = _as_alone(["--budget", "60%"], [str(script)], tmp_path, monkeypatch, capsys)
     for name in ("Growing", "Growing (2)"):
         model = _model(summary, name)
         assert (model["planned_calls"], model["calls"], model["outside"]) == (2, 5, "")
@@ -242,10 +240,7 @@ def test_trainers(
     script: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip(module)
-    expected = _alone([f"{script}.py"], monkeypatch, capsys)
-    code, summary = _run(["--budget", "60%"], [f"{script}.py"], tmp_path)
-    assert code == 0
-    assert capsys.readouterr().out == expected
+    _, _, summary = _as_alone(["--budget", "60%"], [f"{script}.py"], tmp_path, monkeypatch, capsys)
     first = summary["models"][0]
     assert first["planned_calls"] == first["calls"] > 5
     assert (
@@ -278,11 +273,7 @@ def test_arguments_that_are_sparse(
         "    loss.backward()\n"
         "    print(loss.item().hex())\n"
     )
-    expected = _alone([str(script)], monkeypatch, capsys)
-    code, summary = _run(["--budget", "80%"], [str(script)], tmp_path)
-    printed, said = capsys.readouterr()
-    assert code == 0, said
-    assert printed == expected
+    _, _, summary = _as_alone(["--budget", "80%"], [str(script)], tmp_path, monkeypatch, capsys)
     assert _model(summary, "Graph")["planned_calls"] >= 2
 
 
@@ -367,10 +358,7 @@ def test_wrapped_copied_and_checkpointed_models(
         "    gc.collect()\n"
         "dist.destroy_process_group()\n"
     )
-    expected = _alone([str(script)], monkeypatch, capsys)
-    code, summary = _run(["--budget", "100%"], [str(script)], tmp_path)
-    assert code == 0, capsys.readouterr().err
-    assert capsys.readouterr().out == expected
+    _, _, summary = _as_alone(["--budget", "100%"], [str(script)], tmp_path, monkeypatch, capsys)
     net, checked, *copies = summary["models"]
     assert (net["model"], net["planned_calls"], net["calls"]) == ("Net", 5, 5)
     assert (checked["model"], checked["planned_calls"], checked["calls"]) == ("Checked", 5, 5)

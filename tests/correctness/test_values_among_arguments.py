@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import lowtide
+from tests.fuzz.changed import Reversed
 from tests.support.beside import plain_and_planned
 
 STEPS = 8
@@ -74,26 +75,13 @@ def _looks(given: Any) -> float:
     return 0.5 if os.path.basename(given["name"]).startswith("a") else 2.0
 
 
-class _Reversed(torch.autograd.Function):
-    """Ganin and Lempitsky 2015: gradients come back reversed, by a share that grows from step to step."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, alpha: float) -> torch.Tensor:
-        ctx.alpha = alpha
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *arrived: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return arrived[0].neg() * ctx.alpha, None
-
-
 # What a call is given, what is done with it, and how often that is planned, before anything has changed included.
 CASES: dict[str, tuple[Callable[[int], Any], Callable[[torch.Tensor, Any], Any], int]] = {
     "an item": (lambda s: {"kl": 0.1 * s}, lambda y, o: y * o["kl"], 2),
     "deep": (lambda s: {"a": {"b": [0.3, {"c": 0.2 * s}]}}, lambda y, o: y / (1 + o["a"]["b"][1]["c"]), 2),
     "a tuple": (lambda s: (0.1 * s, "x"), lambda y, o: y * o[0], 2),
     "a named tuple": (lambda s: _Pair(0.1 * s, f"{s}.png"), lambda y, o: y * o.rate, 2),
-    "of NumPy's": (lambda s: {"alpha": 2 / (1 + np.exp(-0.1 * s)) - 1}, lambda y, o: _Reversed.apply(y, o["alpha"]), 2),
+    "of NumPy's": (lambda s: {"alpha": 2 / (1 + np.exp(-0.1 * s)) - 1}, lambda y, o: Reversed.apply(y, o["alpha"]), 2),
     "NumPy's integers": (lambda s: {"k": np.arange(40)[s]}, lambda y, o: y * (o["k"] + 1) + o["k"] // 100, 2),
     "NumPy's short floats": (lambda s: {"k": np.float32(0.1) * s}, lambda y, o: o["k"] * y / (o["k"] + 1), 2),
     "converted": (lambda s: {"a": 0.1 * s, "n": 0.7 * s}, lambda y, o: y * float(o["a"]) + int(o["n"]), 2),
