@@ -150,7 +150,8 @@ def _with_scalars(
         program = with_scalars_of(like.program, captured.program, numbers) if same else None
     if program is not None:
         return Captured(with_items(program), replace(captured.contract, scalars=tuple(reads)))
-    recorder.standing &= set() if any(not isinstance(one, Read) for one in reads) else recorder.standing
+    if not all(isinstance(one, Read) for one in reads):
+        recorder.standing.clear()
     computed = known.computed.union(one.place for one in reads if isinstance(one, Read))
     return replace(known, computed=computed, items=known.items and bool(reads))
 

@@ -121,12 +121,12 @@ def _elements(tensor: torch.Tensor, items: Sequence[Any], value: Any) -> tuple[t
     whole = [slice(None) if _is_loose(item) else item for item in items]
     function, args = with_positions(_GET, (tensor, tuple(whole)))
     view, dimension = function(*args), 0
+    rest = tensor.dim() - sum(map(_dimensions, items))
     chosen = torch.ones((), dtype=torch.bool, device=view.device)
     for item in items:
         if _is_loose(item):
             among = _among(item, view.shape[dimension], view.device)
             chosen = chosen & among.view(-1, *[1] * (view.dim() - dimension - 1))
-        rest = tensor.dim() - sum(map(_dimensions, items))
         dimension += rest if item is Ellipsis else isinstance(item, slice) or item is None
     return view, chosen, _filled(tensor, value)
 

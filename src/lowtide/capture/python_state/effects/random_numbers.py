@@ -303,16 +303,19 @@ class RandomRecorder:
                 value = function(*args, **kwargs)
                 if type(value) is not kind:
                     return value
-                place = None if self.taken is None else drawn_number(len(self.numbers))
-                taken = [] if self.taken is None else self.taken
-                comparisons = Comparisons(kind, number=place, moved=self.moved, taken=taken)
-                comparisons = comparisons if stands else Comparisons.equal_to(value)
+                comparisons = self._comparisons(kind) if stands else Comparisons.equal_to(value)
                 self.numbers.append(RandomNumber(function, args, kwargs, comparisons))
                 return comparisons.stand_in(value) if stands else value
 
             return draw
 
         return recording
+
+    def _comparisons(self, kind: type) -> Comparisons:
+        """Of the number that is drawn next."""
+        if self.taken is None:
+            return Comparisons(kind)
+        return Comparisons(kind, number=drawn_number(len(self.numbers)), moved=self.moved, taken=self.taken)
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any) -> Any:

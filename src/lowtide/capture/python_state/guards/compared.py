@@ -151,7 +151,7 @@ class Comparisons:
         self._stand_ins.clear()
 
 
-_FEW = range(1, 17)
+_FEW = range(1, 17)  # programs that a counter's remainders may make
 
 
 class StandIn(torch.SymFloat):
