@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ def memory_of(nbytes: int) -> Iterator[None]:
     """Inside, this thread may hold so much more than now: what it asks for beyond is refused, as where no memory is left."""
     counter = cpu_allocator.install()
     assert counter is not None
+    gc.collect()  # what waits for the collector would be room
     before, counter.limited_thread = counter.limited_thread, threading.get_ident()
     counter.limit(counter.level_bytes + nbytes, lambda wanted: False)
     try:
