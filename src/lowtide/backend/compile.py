@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lowtide.backend.assigned_data import write_assigned_data
 from lowtide.errors import NoGradientError, PlanError
 from lowtide.runtime.parts.shared import SharedBudget
 from lowtide.runtime.parts.sharing_forward import SharingForward
@@ -35,6 +36,7 @@ def backend(
     ``"inductor"``. Raises ``PlanError`` for options that make no sense."""
     if mode not in (None, "default"):
         raise PlanError(f'torch.compile(mode={mode!r}) means nothing to backend="lowtide"; give options instead.')
+    write_assigned_data(module)
     return SharingGraph(module, shared_budget(options or {}))
 
 

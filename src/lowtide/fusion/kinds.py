@@ -75,8 +75,8 @@ def operator_name(target: Any) -> str:
 
 
 def _fits(program: Program, op: Op) -> bool:
-    """Whether the op is pure, on one device, and of numbers that Inductor computes with."""
-    if op.random or op.effect or op.collective:
+    """Whether the op is pure, may run again, is on one device, and of numbers that Inductor computes with."""
+    if op.random or op.effect or op.collective or op.once:
         return False
     metas = [program.metas[value] for value in (*op.inputs, *op.outputs)]
     return len({meta.device for meta in metas}) == 1 and not any(meta.dtype.is_complex for meta in metas)

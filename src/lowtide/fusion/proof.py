@@ -89,7 +89,8 @@ class _Expressions:
         reads = not _is_view(call.target)
 
         def operand(ref: Ref) -> _Operand:
-            return _Operand(known[ref.value], self.written[known[ref.value]] if reads else 0)
+            value = known.get(ref.value, -1)  # of what is not computed before
+            return _Operand(value, self.written[value] if reads else 0)
 
         arguments = map_references((call.args, sorted(call.kwargs.items())), operand)
         number = self._number((id(stands_for(call)), repr(arguments), turn))

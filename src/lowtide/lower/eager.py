@@ -2,7 +2,7 @@
 
 The generated function is one generator per call of the model::
 
-    def step(inputs, tangents, write_back):
+    def step(inputs, tangents, written):
         v0, v1 = inputs[0], inputs[1]
         v2 = mm(v0, v1)                    # forward program; a ``Free`` is a ``del``
         yield [v2.detach()]                # the forward outputs
@@ -30,10 +30,10 @@ from lowtide.ir import Compute, Fetch, Free, Offload, Op, RestoreRng, SaveRng, S
 from lowtide.ir.graph import FETCH_STATE_TARGET, OPTIMIZER_TARGET, SEND_GRADIENT_TARGET, TANGENT_TARGET, UPDATE_TARGET
 from lowtide.ir.transfers import needs
 from lowtide.lower.addresses import Addresses
-from lowtide.lower.constants import constants_read
 from lowtide.lower.drawing import SAVE, Drawing
 from lowtide.lower.gradient_groups import GradientGroup, group_gradients
 from lowtide.lower.numbers import Numbers
+from lowtide.lower.shared import constants_read, inner_outputs, updated
 from lowtide.lower.under_way import UnderWay
 from lowtide.memory.arena import made
 from lowtide.offload import Room
@@ -50,21 +50,23 @@ _AS_IT_IS = (OPTIMIZER_TARGET, FETCH_STATE_TARGET, SEND_GRADIENT_TARGET)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered:
-    """``step(inputs, tangents, write_back)`` is the generator above; ``inputs`` and ``tangents`` are lists that it empties.
+    """``step(inputs, tangents, written)`` is the generator above; ``inputs`` and ``tangents`` are lists that it empties.
 
-    ``write_back`` is false when a forward pass is run again: buffers have their new values, and checks their answers, already.
+    To ``written`` go the numbers of ops as they begin to update what was given. It is ``None`` where a forward pass runs again:
+    buffers have their new values, and checks their answers, already.
     ``gradient_groups[i]`` names the gradients of the i-th yield after the forward outputs; ``terms`` are, for each gradient,
     the flat input that it is of, and how many terms of the same came before it. ``tangents`` are the values of the gradients
     that arrive; ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not
-    update, ``reads_after`` those of them that its backward pass reads, themselves or views of them, ``reads_again`` those that
-    operators of the forward pass read again in it, and ``reads_outputs`` the forward outputs that it reads; ``reads_constants``
-    are the constants that the forward pass reads, each with whether the backward pass does; ``writes`` the flat inputs that the
-    former updates. ``inner`` are forward outputs that others are computed from. ``addresses``: where what is allocated goes, if
-    there is an arena: reserved before a pass; whoever resumes the generator ends the latest operator (``AddressTable.end``).
+    update at the end of its forward pass, ``reads_after`` those of them that its backward pass reads, themselves or views of
+    them, ``reads_again`` those that operators of the forward pass read again in it, and ``reads_outputs`` the forward outputs
+    that it reads; ``reads_constants`` are the constants that the forward pass reads, each with whether the backward pass does.
+    ``at_once`` are the flat inputs that it updates in the midst of its forward pass, each with whether no version tells.
+    ``inner`` are forward outputs that others are computed from. ``addresses``: where what is allocated goes, if there is an
+    arena: reserved before a pass; whoever resumes the generator ends the latest operator (``AddressTable.end``).
     """
 
     program: Program
-    step: Callable[[list[torch.Tensor], list[torch.Tensor], bool], Step]
+    step: Callable[[list[torch.Tensor], list[torch.Tensor], list[int] | None], Step]
     source: str
     gradient_groups: tuple[GradientGroup, ...]
     terms: tuple[tuple[int, int], ...]
@@ -75,7 +77,7 @@ class Lowered:
     reads_again: tuple[int, ...]
     reads_constants: tuple[tuple[int, bool], ...]
     reads_outputs: tuple[int, ...]
-    writes: tuple[int, ...]
+    at_once: tuple[tuple[int, bool], ...]
     inner: tuple[int, ...]
     addresses: Addresses | None = None
     chains: dict[Any, Any] = field(default_factory=dict)  # see ``runtime.calls.chain``
@@ -211,7 +213,10 @@ class _Generator:
         arguments = [self._argument(a) for a in call.args]
         arguments += [f"{name}={self._argument(a)}" for name, a in kwargs.items()]
         target, arguments, condition = self.drawing.due(op_id, target, arguments)
-        condition = "if write_back: " if call.target in (targets.update, targets.expect) else condition
+        if call.target is targets.expect:
+            condition = "if written is not None: "
+        elif call.target is targets.update:
+            condition = f"if written is not None: written.append({op_id}); "
         begun = getattr(target, "begin", None) if self.beside and op.collective and into is None else None
         call_of = f"{self._constant(target if begun is None else begun)}({', '.join(arguments)})"
         if begun is None:
@@ -230,7 +235,9 @@ class _Generator:
     def _assign(self, op: Op, positions: tuple[int, ...] | None, condition: str, expression: str) -> None:
         """Bind the outputs that have no variable yet; a recomputed output that is still alive stays what it was."""
         wanted = [v for v in op.outputs if v not in self.live and not self._left(v, op.id)]
-        if positions is None or not op.outputs:
+        if op.target == UPDATE_TARGET:
+            self.lines += [f"{condition}{expression}", *(f"v{value} = v{op.inputs[0]}" for value in wanted)]
+        elif positions is None or not op.outputs:
             self.lines.append(f"{condition}v{wanted[0]} = {expression}" if wanted else f"{condition}{expression}")
         else:
             self.lines.append(f"{condition}t = {expression}")
@@ -306,13 +313,12 @@ class _Generator:
         return self._names[key]
 
     def _compile(self) -> Lowered:
-        source = "\n    ".join(["def step(inputs, tangents, write_back):", *self.numbers.lines(), *self.lines]) + "\n"
+        source = "\n    ".join(["def step(inputs, tangents, written):", *self.numbers.lines(), *self.lines]) + "\n"
         filename = f"<lowtide step {next(_FILES)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
         after, again = self._storages(self._reads_after(but=_AS_IT_IS)), self._reads_after(again=True)
-        # What the program updates itself is read again by operators that do not use its value (see capture.convert).
-        updated = self._storages(op.inputs[0] for op in self.graph.ops if op.target == UPDATE_TARGET)
+        last, at_once = updated(self.program)
         storages = [(i, self.graph.values[v].storage) for i, v in enumerate(self.program.inputs) if v is not None]
         outputs = enumerate(self.graph.forward_outputs)
         numbers = defaultdict[int, Iterator[int]](itertools.count)
@@ -324,27 +330,15 @@ class _Generator:
             terms=tuple((position, next(numbers[position])) for position, _ in self.program.gradients),
             tangents=self.tangents,
             random=any(op.random for op in self.graph.ops),
-            reads=(*(i for i, storage in storages if storage not in updated), *self.program.reduced),
-            reads_after=(*(i for i, storage in storages if storage in after - updated), *self.program.reduced),
+            reads=(*(i for i, storage in storages if storage not in last), *self.program.reduced),
+            reads_after=(*(i for i, storage in storages if storage in after - last), *self.program.reduced),
             reads_again=tuple(i for i, value in enumerate(self.program.inputs) if value in again),
             reads_constants=constants_read(self.program, after),
             reads_outputs=tuple(i for i, value in outputs if self.graph.values[value].storage in after),
-            writes=tuple(i for i, storage in storages if storage in updated),
-            inner=self._inner_outputs(),
+            at_once=tuple((i, at_once[storage]) for i, storage in storages if storage in at_once),
+            inner=inner_outputs(self.program),
             addresses=self.addresses,
         )
-
-    def _inner_outputs(self) -> tuple[int, ...]:
-        """Positions of forward outputs with a gradient that others with one depend on."""
-        results = [result.returned for result in self.program.results if result.requires_grad]
-        outputs = self.graph.forward_outputs
-        leading = {outputs[position] for position in results if position is not None}
-        inner: set[int] = set()
-        for op in reversed(self.graph.ops[: self.graph.forward_ops]):
-            if not leading.isdisjoint(op.outputs):
-                inner.update(op.inputs)
-                leading.update(op.inputs)
-        return tuple(i for i in sorted({p for p in results if p is not None}) if outputs[i] in inner)
 
     def _storages(self, values: Iterable[int]) -> set[int]:
         return {self.graph.values[value].storage for value in values}

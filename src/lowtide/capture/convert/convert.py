@@ -3,9 +3,7 @@
 - Multi-output operators become one op with several values; ``getitem`` and ``detach`` vanish.
 - Storages are what fake tensors share; a value whose storage was seen before is a view.
 - A gradient that the autograd engine could not take over as it is gets a copy of its own in the program.
-- Mutated buffers are written back by ``update`` ops at the end of the forward pass. An operator whose result reaches the
-  backward pass must not read the overwritten buffer again, so it reads a copy of the first value; batch normalisation
-  in training mode needs none, since what it returns for the backward pass does not depend on the running statistics.
+- Mutated buffers are written back by ``update`` ops (``convert.updates``).
 """
 
 from __future__ import annotations
@@ -21,24 +19,22 @@ from torch import fx
 from lowtide.capture.convert.builder import Builder, owned
 from lowtide.capture.convert.gradients import Gradients
 from lowtide.capture.convert.nodes import (
+    ALIASES,
     ancestors,
     begins_backward,
-    depends_on,
     fills_empty,
-    is_running_statistic,
     is_size,
     is_tangent,
     is_whole,
     owned_layout,
-    reaching,
 )  # fmt: skip
 from lowtide.capture.convert.refused import refuse
 from lowtide.capture.convert.sparse import chain_of, is_made_sparse, is_sparse
 from lowtide.capture.convert.trial import Nature, nature
+from lowtide.capture.convert.updates import Updates
 from lowtide.capture.trace.classes import unregistered
 from lowtide.capture.trace.expected import EXPECT, READ
 from lowtide.capture.trace.origins import origin
-from lowtide.capture.trace.writes import UNSEEN
 from lowtide.errors import CaptureError
 from lowtide.ir import Phase
 from lowtide.ir.graph import EXPECT_TARGET
@@ -47,11 +43,9 @@ from lowtide.program.distributed.collectives import is_collective, is_wait, wait
 from lowtide.program.foreign import is_foreign
 from lowtide.program.program import Call, Ref
 from lowtide.program.repeating import repeats_bits
-from lowtide.program.roles import Gradient, Input, Written
+from lowtide.program.roles import Gradient
 
 _ATEN = torch.ops.aten
-# The last: results.
-_ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default, _ATEN.alias_copy.default}
 _DROPPED = {"aten._assert_tensor_metadata.default"}
 
 
@@ -83,7 +77,6 @@ class _Walk:
         self.inputs: list[int] = []
         self.origin: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module path, source
         self.phase = Phase.FORWARD
-        self.kept: dict[int, int] = {}
         self.natures: dict[fx.Node, Nature] = {}  # of foreign operators
 
     def run(self) -> Converted:
@@ -101,10 +94,12 @@ class _Walk:
         forward = [n for i, n in enumerate(calls) if i < split or n in needed]
         backward = [n for i, n in enumerate(calls) if i >= split and n not in needed]
         gradients = Gradients(self.builder, nodes, roles, self.value_of)
-        self._guard_overwritten(forward, backward, roles)
+        self.updates = Updates(self.builder, self.value_of, forward, backward, roles)
+        self.updates.begin()
         for node in forward:
             self._convert(node)
-        self._updates(roles)
+            self.updates.computed(node)
+        self.updates.end()
         forward_ops = len(self.builder.ops)
         self.phase = Phase.BACKWARD
         for node in tangents:
@@ -118,7 +113,7 @@ class _Walk:
         outputs.update(gradients.owned)
         tangent_outputs = tuple(node.meta["role"].output for node in tangents)
         inputs = tuple(self.inputs)
-        facts = self.constants, tangent_outputs, outputs, self.kept, gradients.sums
+        facts = self.constants, tangent_outputs, outputs, self.updates.kept, gradients.sums
         return Converted(self.builder, forward_ops, inputs, *facts)
 
     def _placeholders(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -134,31 +129,6 @@ class _Walk:
                 self.inputs.append(self.value_of[node])
         return tangents
 
-    def _guard_overwritten(
-        self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], roles: dict[Any, Any]
-    ) -> None:
-        """Give operators that reach the backward pass a copy of what the forward pass overwrites."""
-        later = set(backward)
-        reaches = reaching(forward, later) | later
-        mutated = [Input(role.input) for role in roles if isinstance(role, Written)]
-        for node in [n for n in self.value_of if n.meta["role"] in mutated]:
-            if depends_on(node, reaches):
-                external: int = self.value_of[node]
-                name, meta = f"{node.name}_before", owned(self.builder.metas[external])
-                copy = self.builder.add_fresh(name, self.builder.next_op, meta, node.meta["val"])
-                call = Call(targets.keep_value, (Ref(external),), {})
-                self.builder.add_op(name, self.phase, call, (external,), (copy,), effect=True)
-                self.kept[node.meta["role"].number] = copy
-                self.value_of[node] = copy
-
-    def _updates(self, roles: dict[Any, Any]) -> None:
-        for role, node in roles.items():
-            if isinstance(role, Written):
-                target, value = self.inputs[role.input], self._value(node)
-                unseen = {"unseen": True} if UNSEEN in node.meta or is_running_statistic(node) else {}
-                call = Call(targets.update, (Ref(target), Ref(value)), unseen, ())
-                self.builder.add_op(f"update_{node.name}", self.phase, call, (target, value), (), effect=True)
-
     def _tangent(self, node: fx.Node) -> None:
         value = self.builder.add_value(node.name, node.meta["val"], self.builder.next_op)
         self.builder.metas[value] = owned(self.builder.metas[value])
@@ -172,11 +142,11 @@ class _Walk:
         elif node.target is operator.getitem:
             container = self.value_of[first]
             self.value_of[node] = container[node.args[1]] if isinstance(container, dict) else container
-        elif node.target in _ALIASES or is_wait(node.target) or is_tangent(node) or is_whole(node):
-            # Tangents: as ``program.results`` has them arrive.
+        elif node.target in ALIASES or is_tangent(node):  # the latter: as ``program.results`` has them arrive
             self.value_of[node] = self.value_of[first]
-            if is_whole(node) or is_wait(node.target):
-                self.builder.same_storage(node.meta["val"], self._value(first))
+        elif is_wait(node.target) or is_whole(node) or self.updates.is_copy(node):
+            self.value_of[node] = self.value_of[first]
+            self.builder.same_storage(node.meta["val"], self._value(first))
         elif node.target is _ATEN.as_strided.default and is_tangent(first):
             # It arrives with these strides (an expanded scalar, say): it needs no more memory than that.
             self.value_of[node] = value = self.value_of[first]
@@ -210,6 +180,8 @@ class _Walk:
             values = {i: self.builder.add_value(f"{node.name}.{i}", v, op) for i, v in found}
             self.value_of[node], outputs, positions = values, tuple(values.values()), tuple(values)
         call, origin, flags = Call(target, args, kwargs, positions), self._origin(node), self._flags(node)
+        if node in self.updates.once:
+            flags["once"] = True
         name = EXPECT_TARGET if node.target is EXPECT else str(node.target)
         self.builder.add_op(node.name, self.phase, call, tensors, outputs, origin, name, **flags)
 

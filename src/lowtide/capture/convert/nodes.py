@@ -15,6 +15,8 @@ from lowtide.capture.trace.sizes import SYMBOLIC
 from lowtide.program.roles import Tangent
 
 _ATEN = torch.ops.aten
+# The last: results.
+ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default, _ATEN.alias_copy.default}
 _TRAINING_NORMS = {"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"}
 _STATISTICS = slice(3, 5)  # among their arguments, and those of their backward
 _NORMS_BACKWARD = ("aten.native_batch_norm_backward.", "aten.batch_norm_backward.")

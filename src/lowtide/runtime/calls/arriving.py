@@ -158,13 +158,3 @@ def check_arriving(gradients: Sequence[torch.Tensor | None]) -> None:
             "a backward pass through a planned model takes one gradient at a time (is_grads_batched=True, vectorize=True). "
             "Loop over them with retain_graph=True, or call lowtide.restore(model) for that part of the work."
         )
-
-
-def modified(inputs: str, copied: bool) -> ExecutionError:
-    """That these inputs, or an output where none is named, are no longer what they were; of inputs that are ``copied`` from now
-    on the next calls read what they were."""
-    return ExecutionError(
-        f"{inputs or 'an output of the model'} was modified in place, or given other data, between the forward and the "
-        "backward pass, which needs the value it had. Do that after the backward pass, or modify a clone."
-        + (" Later calls read a copy of it, beside the budget where that leaves no room." if copied else "")
-    )

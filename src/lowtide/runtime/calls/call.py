@@ -12,13 +12,14 @@ import torch
 from lowtide.errors import ExecutionError
 from lowtide.lower import GradientGroup, Lowered, Step
 from lowtide.program import generators, layouts
-from lowtide.program.distributed.local import address_of, addresses_of, has_forms, spec_for, version_of, versions_of
+from lowtide.program.distributed.local import has_forms, spec_for
 from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
 from lowtide.program.tangents import owns_tangents
-from lowtide.runtime.calls.arriving import Tangents, expected, is_held, modified, place, wanted
+from lowtide.runtime.calls.arriving import Tangents, expected, is_held, place, wanted
 from lowtide.runtime.calls.chain import Node, ends_of
 from lowtide.runtime.calls.resuming import resumed
+from lowtide.runtime.calls.unmodified import AsLeft, modified
 from lowtide.runtime.programs.rescue import Rescue
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 
@@ -51,10 +52,7 @@ class ModelCall:
     device_type: str
     tangents: list[torch.Tensor] = field(default_factory=list)
     gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    versions: list[int | None] = field(default_factory=list)
-    addresses: list[int | None] = field(default_factory=list)
-    constants: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)  # as the forward pass left them
-    output_versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    as_left: AsLeft | None = None  # by the forward pass
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rng_state: generators.SavedState | None = None
     generator: Step | None = None
@@ -66,7 +64,7 @@ class ModelCall:
     rescue: Rescue | None = None
     rescues: int = 0
     superseded: bool = False
-    first_versions: list[int | None] = field(default_factory=list)  # of what the forward pass writes into
+    written: list[int] = field(default_factory=list)  # ops that have begun to update what the forward pass writes into
     arrived: Tangents | None = None
     begin: Callable[[], None] | None = None
     ends: Sequence[int] = ()
@@ -90,24 +88,29 @@ class ModelCall:
             lowered.addresses.reserve()
         if lowered.random:
             self.rng_state = generators.saved(generators.default_generator(device_of_inputs(self.inputs)))
-        self.first_versions = [version_of(self.inputs[i]) for i in lowered.writes]
         self.copies = {i: layouts.copied(self.inputs[i]) for i in self.copied[0]}
-        self.generator = lowered.step(self._given(), self.tangents, True)
+        self.generator = lowered.step(self._given(lowered), self.tangents, self.written)
         handed = resumed(self.generator)
         outputs = list(handed)
         handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
         own = len(outputs) - len(kept)
         self.kept = dict(zip(kept, outputs[own:], strict=True))
-        self.versions, self.addresses = versions_of(self.inputs), addresses_of(self.inputs)
-        self.constants = {v: _state_of(lowered.program.constants[v]) for v, _ in lowered.reads_constants}
-        self.output_versions = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
         ModelCall.begun += 1
+        self.as_left = AsLeft(lowered, self.inputs, outputs, ModelCall.begun)
         return outputs[:own]
 
-    def _given(self) -> list[torch.Tensor]:
-        """The inputs with the values that they had when the forward pass began."""
-        known = {**self.copies, **self.kept}
+    def _given(self, lowered: Lowered) -> list[torch.Tensor]:
+        """The inputs with the values that they had when the forward pass began, or which it left to what it updates at once."""
+        at_once = {i for i, _ in lowered.at_once}
+        known = {**self.copies, **{i: tensor for i, tensor in self.kept.items() if i not in at_once}}
         return [known.get(i, tensor) for i, tensor in enumerate(self.inputs)]
+
+    def supersede(self) -> None:
+        """Its gradients are to leave in terms: copy what another call is about to update, and this one is to read again."""
+        self.superseded = True
+        updated = [i for i, _ in self.lowered.at_once]
+        changed = self._changed(updated, updated)
+        self.copies.update((i, layouts.copied(self.inputs[i])) for i in updated if i not in changed)
 
     def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """The gradients of the forward outputs have arrived at ``node``: start the backward program, in its first state.
@@ -116,6 +119,7 @@ class ModelCall:
         """
         if self.on_backward is not None:
             self.on_backward()
+        assert self.as_left is not None
         changed = "" if self.late is None else self.late()
         if changed:
             raise ExecutionError(
@@ -124,7 +128,7 @@ class ModelCall:
             )
         copied, note = self.copied
         if copied and note is not None:
-            note({i: self.inputs[i] for i in copied if version_of(self.inputs[i]) != self.versions[i]})
+            note({i: self.inputs[i] for i in copied if self.as_left.is_written(self.inputs, i)})
         lowered, updated = self.lowered, self.lowered.program.updated
         updates = self.optimizer is not None and self.optimizer.begin(self, node, updated)
         keeps = bool(updated) and not updates
@@ -227,7 +231,7 @@ class ModelCall:
     def _begun(self, lowered: Lowered) -> Step:
         """A backward program, after a forward pass that draws as the first one did and writes nothing back."""
         tangents: list[torch.Tensor] = []
-        generator = lowered.step(self._given(), tangents, False)
+        generator = lowered.step(self._given(lowered), tangents, None)
         with generators.replayed(self.rng_state):
             resumed(generator)
         assert self.arrived is not None
@@ -260,13 +264,6 @@ class ModelCall:
         self.tangents.clear()
         self.gradients.clear()
 
-    def has_written(self) -> bool:
-        """Whether the forward pass has updated any of what it writes into."""
-        return any(
-            before is None or version_of(self.inputs[i]) != before
-            for i, before in zip(self.lowered.writes, self.first_versions, strict=False)
-        )
-
     def _advance(self, lowered: Lowered, generator: Step, group: GradientGroup) -> None:
         """Run the backward program until the gradients of the group have left it."""
         values = resumed(generator)
@@ -288,6 +285,7 @@ class ModelCall:
                 "the program for the gradients that arrived returns other tensors than the one that was run, so these cannot "
                 "be handed to it. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
             )
+        self._check_updates(lowered)
         self.arrived = Tangents(lowered, gradients)
         gradients.clear()
         while True:
@@ -306,30 +304,33 @@ class ModelCall:
                 self._take(restart)
             lowered = restart
 
-    def _changed(self, read: Sequence[int], again: Sequence[int]) -> list[int]:
-        """Those of the flat inputs ``read`` that were written into since the forward pass ended, and of those that it is to
-        read ``again`` and that were given other memory. Eager has views of the one that they had."""
-        changed = {i for i in read if version_of(self.inputs[i]) != self.versions[i]}
-        changed |= {i for i in again if address_of(self.inputs[i]) != self.addresses[i]}
-        return sorted(changed - self.copies.keys())
+    def _check_updates(self, lowered: Lowered) -> None:
+        """Another program for this call may read inputs that this one updates as they are by now, or as they were before."""
+        updated = [i for i, _ in lowered.at_once]
+        gone = [i for i, _ in self.lowered.at_once if i in lowered.program.kept]
+        if changed := [*self._changed(updated, updated, lowered), *gone]:
+            raise modified(self._names(changed), False)
+
+    def _changed(self, read: Sequence[int], again: Sequence[int], lowered: Lowered | None = None) -> list[int]:
+        """See ``AsLeft``; of what the call has copies of, nothing is."""
+        assert self.as_left is not None
+        at_once = (lowered or self.lowered).at_once
+        changed = self.as_left.changed(self.inputs, read, again, at_once, ModelCall.begun)
+        return [i for i in changed if i not in self.copies]
 
     def _names(self, inputs: Sequence[int]) -> str:
         names = self.lowered.program.state_names
         return ", ".join(names[i][0] if i < len(names) else f"argument {i - len(names)}" for i in inputs)
 
     def _check_unmodified(self, read: Sequence[int], again: Sequence[int], constants: Iterable[int]) -> None:
-        if any(_state_of(self.lowered.program.constants[value]) != self.constants[value] for value in constants):
+        assert self.as_left is not None
+        if self.as_left.constants_changed(constants):
             raise modified("a tensor that the model holds", False)
         changed, note = self._changed(read, again), self.copied[1]
-        outputs = any(tensor._version != version for tensor, version in self.output_versions)
+        outputs = self.as_left.outputs_changed()
         if changed or outputs:
             later = note is not None and note({i: self.inputs[i] for i in changed}) and not outputs
             raise modified(self._names(changed), later)
-
-
-def _state_of(constant: torch.Tensor) -> tuple[int | None, int | None]:
-    """Another one where it was written into, or given other memory."""
-    return version_of(constant), address_of(constant)
 
 
 def call_of(outputs: Sequence[torch.Tensor]) -> ModelCall | None:

@@ -117,7 +117,7 @@ def run(
             generators.put_back(call.rng_state)
             raise
         except Exception as error:
-            written = "buffers or arguments have been updated already" if call.has_written() else None
+            written = "buffers or arguments have been updated already" if call.written else None
             restart = None if rescue is None else rescue.again(call, lowered, error, written)
             if restart is None:
                 raise

@@ -50,7 +50,7 @@ class WaitingCalls:
         """Another call begins: whether there are any with sums of gradients that wait, which are to run again in terms."""
         found = [call for call in self._calls if call.generator is not None and call.lowered.program.sums]
         for call in found:
-            call.superseded = True
+            call.supersede()
         return bool(found)
 
     def leave_summed(self, why: Exception) -> None:

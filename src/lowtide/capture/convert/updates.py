@@ -1,0 +1,99 @@
+"""What the forward pass writes into its inputs: when it is written, and what operators read that want the value from before.
+
+An input is written into by an ``update`` op. Most are at the end of the forward pass, so that a pass that stops half-way leaves
+everything as it was; an operator whose result reaches the backward pass must not read the overwritten input again, and reads a
+copy of the first value. Batch normalisation in training mode needs none: what it returns for the backward pass does not depend
+on the running statistics.
+
+Copies of all weights are much where a forward pass moves an average of them, and computes with it (the momentum encoder of
+MoCo): such an input is written *at once* (``at_once``), and operators read the input itself after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.capture.convert.at_once import at_once
+from lowtide.capture.convert.builder import Builder, meta_of, owned
+from lowtide.capture.convert.nodes import depends_on, is_running_statistic, reaching
+from lowtide.capture.trace.writes import UNSEEN
+from lowtide.ir import Phase
+from lowtide.program import targets
+from lowtide.program.program import Call, Ref
+from lowtide.program.roles import Input, Written
+
+_ATEN = torch.ops.aten
+
+
+class Updates:
+    """Of the inputs that ``roles`` say are written into, in a program of these nodes, whose values are ``value_of``.
+
+    ``kept``: the value of the copy of the first one, by flat input. ``once``: what must not run a second time.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        value_of: dict[fx.Node, Any],
+        forward: Sequence[fx.Node],
+        backward: Sequence[fx.Node],
+        roles: dict[Any, Any],
+    ) -> None:
+        self.builder, self.value_of = builder, value_of
+        self.kept: dict[int, int] = {}
+        self.once: set[fx.Node] = set()
+        self._external = {n.meta["role"].number: n for n in value_of if isinstance(n.meta["role"], Input)}
+        self._written = {self._external[role.input]: n for role, n in roles.items() if isinstance(role, Written)}
+        self._targets = {given: value_of[given] for given in self._written}
+        self._forward, self._backward = forward, frozenset(backward)
+        self._results = [node for node in roles.values() if isinstance(node, fx.Node)]
+        self._at_once: dict[fx.Node, fx.Node] = {}  # what is computed -> the input that it is written into
+
+    def begin(self) -> None:
+        """Before the forward pass: give operators that reach the backward pass a copy of what it overwrites."""
+        reaches = reaching(self._forward, set(self._backward)) | self._backward
+        changed = {given: new for given, new in self._written.items() if depends_on(given, reaches)}
+        nodes = [*self.value_of, *self._forward]
+        for given, chain in at_once(changed, nodes, self._backward, self._results).items():
+            self._at_once[chain.computed] = given
+            self.once.update(chain.readers)
+        for given in [each for each in changed if each not in self._at_once.values()]:
+            external: int = self.value_of[given]
+            name, meta = f"{given.name}_before", owned(self.builder.metas[external])
+            copy = self.builder.add_fresh(name, self.builder.next_op, meta, given.meta["val"])
+            call = Call(targets.keep_value, (Ref(external),), {})
+            self.builder.add_op(name, Phase.FORWARD, call, (external,), (copy,), effect=True)
+            self.kept[given.meta["role"].number] = copy
+            self.value_of[given] = copy
+
+    def computed(self, node: fx.Node) -> None:
+        """What the ``node`` has computed is written, if it is at once, and operators read the input itself from now on."""
+        if (given := self._at_once.get(node)) is not None:
+            self.builder.same_storage(node.meta["val"], self._targets[given])
+            after = self.builder.add_value(f"{node.name}_written", node.meta["val"], self.builder.next_op)
+            self._update(given, self.value_of[node], (after,))
+            self.value_of[node] = after
+
+    def end(self) -> None:
+        """After the forward pass: write the rest."""
+        for given, new in self._written.items():
+            if given not in self._at_once.values():
+                self._update(given, self.value_of[new], ())
+
+    def is_copy(self, node: fx.Node) -> bool:
+        """Whether the node copies, as it lies, the first value of an input of which there is a copy."""
+        given: Any = node.args[0] if node.target is _ATEN.clone.default else None
+        if given not in self._written or given.meta["role"].number not in self.kept or node in self._results:
+            return False
+        copy: int = self.value_of[given]
+        return meta_of(node.meta["val"]) == self.builder.metas[copy]
+
+    def _update(self, given: fx.Node, value: int, outputs: tuple[int, ...]) -> None:
+        target, new = self._targets[given], self._written[given]
+        unseen = {"unseen": True} if UNSEEN in new.meta or is_running_statistic(new) else {}
+        call = Call(targets.update, (Ref(target), Ref(value)), unseen, None if outputs else ())
+        self.builder.add_op(f"update_{new.name}", Phase.FORWARD, call, (target, value), outputs, effect=True)

@@ -1,0 +1,41 @@
+"""What a program shares with its caller: tensors that must stay as they are between its passes, or that it updates itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from lowtide.ir.graph import UPDATE_TARGET
+from lowtide.program import Program
+from lowtide.program.layouts import memory_of
+
+
+def constants_read(program: Program, after: Collection[int]) -> tuple[tuple[int, bool], ...]:
+    """Constants whose memory the forward pass reads, each with whether the backward pass reads it, too: its storages are
+    ``after``. What the backward pass alone reads is as it is then, as in eager."""
+    graph, memory = program.graph, {value: memory_of(tensor) for value, tensor in program.constants.items()}
+    read = {graph.values[value].storage for op in graph.ops[: graph.forward_ops] for value in op.inputs}
+    storages = {value: graph.values[value].storage for value in program.constants}
+    memory_read = {memory[value] for value, storage in storages.items() if storage in read}
+    return tuple((value, storage in after) for value, storage in storages.items() if memory[value] in memory_read)
+
+
+def updated(program: Program) -> tuple[set[int], dict[int, bool]]:
+    """The storages that the program updates at the end of its forward pass, and those that it does in the midst of it, to read
+    them as they are from then on (see ``capture.convert.updates``), with whether no version tells."""
+    updates = [op for op in program.graph.ops if op.target == UPDATE_TARGET]
+    storages = {op.id: program.graph.values[op.inputs[0]].storage for op in updates}
+    last = {storages[op.id] for op in updates if not op.outputs}
+    return last, {storages[op.id]: "unseen" in program.calls[op.id].kwargs for op in updates if op.outputs}
+
+
+def inner_outputs(program: Program) -> tuple[int, ...]:
+    """Positions of forward outputs with a gradient that others with one depend on."""
+    results = [result.returned for result in program.results if result.requires_grad]
+    outputs = program.graph.forward_outputs
+    leading = {outputs[position] for position in results if position is not None}
+    inner: set[int] = set()
+    for op in reversed(program.graph.ops[: program.graph.forward_ops]):
+        if not leading.isdisjoint(op.outputs):
+            inner.update(op.inputs)
+            leading.update(op.inputs)
+    return tuple(i for i in sorted({p for p in results if p is not None}) if outputs[i] in inner)
