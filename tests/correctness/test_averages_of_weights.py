@@ -58,6 +58,16 @@ class ByState(Average):
             old.copy_(old.lerp(new[name], 0.1))
 
 
+class ByLists(Average):
+    """As lightly has it."""
+
+    @torch.no_grad()
+    def move(self) -> None:
+        old = list(self.teacher.parameters())
+        torch._foreach_mul_(old, 0.9)
+        torch._foreach_add_(old, list(self.student.parameters()), alpha=0.1)
+
+
 class Twice(Average):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -146,14 +156,14 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize(
     "network",
-    [Average, ByData, ByState, Twice, WithQueue, FirstRead, Distance, Through, Checked, Returned, Counted],
+    [Average, ByData, ByState, ByLists, Twice, WithQueue, FirstRead, Distance, Through, Checked, Returned, Counted],
 )
 def test_training(network: Callable[[], nn.Module]) -> None:
     first = (lambda result: result[0]) if network is Returned else (lambda result: result)
     compare_training(network, rows(64), first, budgets=("90%",), planner=QUICK)
 
 
-@pytest.mark.parametrize("network", [Average, ByData, ByState])
+@pytest.mark.parametrize("network", [Average, ByData, ByState, ByLists])
 def test_they_are_not_copied(network: Callable[[], nn.Module]) -> None:
     """What a plan takes on top of plain PyTorch's peak is far from their size."""
     args, kwargs = copy_inputs(rows(8)(0))
@@ -214,3 +224,54 @@ def test_calls_that_wait_together(network: Callable[[], nn.Module]) -> None:
         return loss
 
     compare_training(network, rows(64), step=step, budgets=("100%",), planner=QUICK, check_peak=False)
+
+
+class OnLists(nn.Module):
+    def __init__(self, name: str, arguments: Callable[[list[torch.Tensor]], tuple], gradients: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.name, self.arguments, self.gradients = name, arguments, gradients
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tensors = [layer(x).sigmoid() for layer in self.layers]
+        with torch.set_grad_enabled(self.gradients):
+            operands = tensors if self.gradients else [each.clone() for each in tensors]
+            result = getattr(torch, f"_foreach_{self.name}")(operands, *self.arguments(operands))
+        return sum(left.mul(right).square().mean() for left, right in zip(result, tensors, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("mul", lambda _: (1.5,)),
+        ("mul_", lambda tensors: (tensors[::-1],)),
+        ("add", lambda tensors: ([each * 2 for each in tensors],)),
+        ("add_", lambda _: ([0.1, 0.2, 0.3, 0.4],)),
+        ("sub", lambda tensors: (tensors[::-1],)),
+        ("mul", lambda tensors: (tensors[0].sum(),)),
+        ("div", lambda _: ([1.0, 2.0, 3.0, 4.0],)),
+        ("lerp", lambda tensors: (tensors[::-1], 0.3)),
+        ("lerp", lambda tensors: (tensors[::-1], [0.1, 0.2, 0.3, 0.4])),
+        ("lerp_", lambda tensors: ([each.detach() for each in tensors], [each.cos() for each in tensors])),
+        ("maximum", lambda tensors: (tensors[::-1],)),
+        ("clamp_min", lambda _: (0.5,)),
+        ("clamp_max_", lambda _: (0.5,)),
+        ("copy_", lambda tensors: ([each * 3 for each in tensors],)),
+        ("sqrt", lambda _: ()),
+        ("reciprocal_", lambda _: ()),
+        ("zero_", lambda _: ()),
+        ("addcmul", lambda tensors: (tensors, tensors[::-1], 0.5)),
+        ("norm", lambda _: ()),
+    ],
+)
+def test_operators_on_lists(name: str, arguments: Callable[[list[torch.Tensor]], tuple]) -> None:
+    compare_training(lambda: OnLists(name, arguments, False), rows(), budgets=("100%",), planner=QUICK)
+
+
+@pytest.mark.parametrize("name", ["lerp", "mul", "sqrt", "norm"])
+def test_gradients_of_operators_on_lists(name: str) -> None:
+    """Their formulas are other ones than those of operators on tensors."""
+    arguments = {"lerp": lambda tensors: (tensors[::-1], 0.3), "mul": lambda tensors: (tensors[::-1],)}.get(
+        name, lambda _: ()
+    )
+    compare_training(lambda: OnLists(name, arguments, True), rows(), budgets=("100%",), planner=QUICK)

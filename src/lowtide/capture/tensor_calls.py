@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.conversions import CONVERSIONS
+from lowtide.capture.foreach import for_each
 from lowtide.capture.python_state.guards.reads import Reads
 from lowtide.capture.read_numbers import TensorNumbers
 from lowtide.capture.taken_numbers import TakingNumbers
@@ -144,6 +145,9 @@ class TensorCalls(TakingNumbers):
         if id(func) in self.replaced:
             with torch._C.DisableTorchFunction():
                 return self.replaced[id(func)](*args, **(kwargs or {}))
+        if (calls := for_each(func, args, kwargs or {})) is not None:
+            with self:
+                return calls()
         calling = sys._getframe(1)
         return self.run(below(func, calling), args, kwargs or {}, calling)
 
