@@ -23,6 +23,7 @@ from lowtide.capture.trace.questions import Question
 from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.memory.arena import Arena, new_arena
+from lowtide.memory.collector import collector_held
 from lowtide.pipeline import FIRST_PLANNER, Finish, adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program
@@ -112,7 +113,7 @@ class Programs:
         """An entry for a call like ``sample``: a known one, where the program is the same. ``old``: one for the same call whose
         gradients arrive otherwise."""
         known = self.entries.get(key, [])
-        with stage_seconds() as taken, shown(type(self.model).__name__):
+        with stage_seconds() as taken, shown(type(self.model).__name__), collector_held():
             member = None
             if old is not None and mask is not None:
                 if not (self.in_terms and old.captured.program.sums):
