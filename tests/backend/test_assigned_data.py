@@ -49,3 +49,21 @@ def test_memory_of_another_parameter_is_not() -> None:
     compiled = torch.compile(Assigning(True), backend="lowtide", options={"budget": "100%", "compiler": "eager"})
     with pytest.raises(lowtide.CaptureError, match="other memory in place"):
         compiled(torch.randn(64, WIDTH))
+
+
+class Former(Assigning):
+    """What the parameter was is read after the assignment."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.teacher[0].weight
+        with torch.no_grad():
+            former = weight.data
+            weight.data = former * 0.5
+            target = x @ former
+        return F.mse_loss(self.student(x), target)
+
+
+def test_the_former_memory_is_not_overwritten() -> None:
+    compiled = torch.compile(Former(), backend="lowtide", options={"budget": "100%", "compiler": "eager"})
+    with pytest.raises(lowtide.CaptureError, match="other memory in place"):
+        compiled(torch.randn(64, WIDTH))

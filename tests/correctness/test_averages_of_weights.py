@@ -50,6 +50,22 @@ class ByData(Average):
             old.data = old.data * 0.9 + new.data * 0.1
 
 
+class Unseen(Average):
+    """Parameters that require a gradient are written without a new version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher.requires_grad_()
+
+
+class Failing(Unseen):
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        return loss + F.embedding(torch.tensor([9 if self.fails else 0]), self.student[0].weight[:4]).sum()
+
+
 class ByState(Average):
     @torch.no_grad()
     def move(self) -> None:
@@ -156,7 +172,21 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize(
     "network",
-    [Average, ByData, ByState, ByLists, Twice, WithQueue, FirstRead, Distance, Through, Checked, Returned, Counted],
+    [
+        Average,
+        ByData,
+        Unseen,
+        ByState,
+        ByLists,
+        Twice,
+        WithQueue,
+        FirstRead,
+        Distance,
+        Through,
+        Checked,
+        Returned,
+        Counted,
+    ],
 )
 def test_training(network: Callable[[], nn.Module]) -> None:
     first = (lambda result: result[0]) if network is Returned else (lambda result: result)
@@ -190,7 +220,7 @@ def test_a_pass_that_has_moved_them_does_not_begin_again(network: Callable[[], n
     assert any(torch.equal(actual, once) for actual, once in pairs)
 
 
-@pytest.mark.parametrize("network", [Average, ByData, WithQueue])
+@pytest.mark.parametrize("network", [Average, ByData, Unseen, WithQueue])
 def test_a_second_backward_pass(network: Callable[[], nn.Module]) -> None:
     def step(model: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
         loss = model(*args, **kwargs)
@@ -201,7 +231,7 @@ def test_a_second_backward_pass(network: Callable[[], nn.Module]) -> None:
     compare_training(network, rows(64), step=step, budgets=("90%",), planner=QUICK, check_peak=False)
 
 
-@pytest.mark.parametrize("network", [Average, ByData])
+@pytest.mark.parametrize("network", [Average, ByData, Unseen])
 def test_a_second_backward_pass_after_another_call(network: Callable[[], nn.Module]) -> None:
     """It would have to compute with weights that have moved on meanwhile."""
     model = make(network)
@@ -214,7 +244,7 @@ def test_a_second_backward_pass_after_another_call(network: Callable[[], nn.Modu
         loss.backward()
 
 
-@pytest.mark.parametrize("network", [Average, ByData, Distance, WithQueue])
+@pytest.mark.parametrize("network", [Average, ByData, Unseen, Distance, WithQueue])
 def test_calls_that_wait_together(network: Callable[[], nn.Module]) -> None:
     """Of the first, gradients are to leave in terms when the second begins, for which it runs again."""
 
@@ -224,6 +254,115 @@ def test_calls_that_wait_together(network: Callable[[], nn.Module]) -> None:
         return loss
 
     compare_training(network, rows(64), step=step, budgets=("100%",), planner=QUICK, check_peak=False)
+
+
+def test_a_second_backward_pass_after_a_call_that_failed() -> None:
+    """It has moved the weights all the same."""
+    model = make(Failing)
+    args, kwargs = copy_inputs(rows(64)(0))
+    lowtide.rematerialize(model, args, kwargs, budget="100%", planner=QUICK)
+    loss = model(*args, **kwargs)
+    loss.backward(retain_graph=True)
+    index, model.fails = model.teacher[0].weight.clone(), True
+    with pytest.raises(IndexError):
+        model(*args, **kwargs)
+    assert not torch.equal(index, model.teacher[0].weight)
+    with pytest.raises(lowtide.ExecutionError, match=r"teacher.* was modified in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("network", [Average, Unseen, Distance])
+def test_calls_of_other_models_in_between(network: Callable[[], nn.Module]) -> None:
+    other = make(lambda: perceptron())
+    lowtide.rematerialize(other, rows(64)(0)[0], budget="100%", planner=QUICK)
+
+    def step(model: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
+        loss = model(*args, **kwargs)
+        loss.backward(retain_graph=True)
+        other(*args).sum().backward()
+        loss.backward()
+        first = model(-args[0])
+        other(*args).sum().backward()
+        total = first + model(*args, **kwargs)
+        total.backward()
+        return total
+
+    compare_training(network, rows(64), step=step, budgets=("100%",), planner=QUICK, check_peak=False)
+
+
+class Handed(nn.Module):
+    """A copy of a buffer that is written afterwards is computed with and returned, in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron()
+        self.register_buffer("queue", torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, before = self.body(x), self.queue.clone()
+        loss = (hidden @ before.sin()).square().mean()
+        self.queue.mul_(0.5).add_(hidden.detach()[:WIDTH])
+        return loss, before.view(-1)
+
+
+def test_a_copy_that_is_returned_is_the_caller_s() -> None:
+    def step(model: nn.Module, args: tuple, kwargs: dict) -> torch.Tensor:
+        loss, before = model(*args, **kwargs)
+        loss.backward(retain_graph=True)
+        before.zero_()
+        loss.backward()
+        return loss
+
+    compare_training(Handed, rows(64), step=step, budgets=("100%",), planner=QUICK, check_peak=False)
+
+
+def _view_of_the_former(model: Average, x: torch.Tensor) -> torch.Tensor:
+    former = model.teacher[0].weight.data
+    model.move()
+    return x @ former
+
+
+def _exchanged(model: Average, x: torch.Tensor) -> torch.Tensor:
+    weight = model.teacher[0].weight
+    former = weight.data
+    weight.data = former * 0.5
+    result = x @ weight
+    weight.data = former
+    return result
+
+
+def _written_afterwards(model: Average, x: torch.Tensor) -> torch.Tensor:
+    weight = model.teacher[0].weight
+    value = weight.data * 0.5
+    weight.data = value
+    value.mul_(2)
+    return x @ weight
+
+
+class Assigned(ByData):
+    def __init__(self, use: Callable[[Average, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.use(self, x)
+        return F.mse_loss(self.student(x), target)
+
+
+@pytest.mark.parametrize("use", [_view_of_the_former, _exchanged, _written_afterwards])
+def test_memory_that_is_not_the_parameter_s(use: Callable[[Average, torch.Tensor], torch.Tensor]) -> None:
+    """``.data`` is assigned: views have the former memory, and the value is the new one."""
+    plain = make(lambda: Assigned(use))
+    planned = make(lambda: Assigned(use))
+    args, kwargs = copy_inputs(rows()(0))
+    lowtide.rematerialize(planned, args, kwargs, budget="100%", planner=QUICK)
+    for _ in range(3):
+        losses = [model(*args) for model in (plain, planned)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        assert all(map(torch.equal, plain.parameters(), planned.parameters()))
 
 
 class OnLists(nn.Module):
@@ -254,6 +393,8 @@ class OnLists(nn.Module):
         ("lerp", lambda tensors: (tensors[::-1], [0.1, 0.2, 0.3, 0.4])),
         ("lerp_", lambda tensors: ([each.detach() for each in tensors], [each.cos() for each in tensors])),
         ("maximum", lambda tensors: (tensors[::-1],)),
+        ("maximum_", lambda tensors: (tensors[::-1],)),
+        ("maximum", lambda _: (0.5,)),
         ("clamp_min", lambda _: (0.5,)),
         ("clamp_max_", lambda _: (0.5,)),
         ("copy_", lambda tensors: ([each * 3 for each in tensors],)),

@@ -14,8 +14,10 @@ from lowtide.program.layouts import memory_of
 
 def write_assigned_data(module: fx.GraphModule) -> None:
     """Have the graph write into parameters and buffers what it assigns to their ``.data``."""
-    given = {node: memory_of(node.meta["example_value"]) for node in module.graph.nodes if _is_given(node)}
-    for node in list(module.graph.nodes):
+    nodes = list(module.graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    memory = {node: _memory(node) for node in nodes}
+    for node in nodes:
         users = list(node.users)
         if (
             node.target is not torch.Tensor.set_
@@ -26,8 +28,13 @@ def write_assigned_data(module: fx.GraphModule) -> None:
             continue
         target, value = (one.meta["example_value"] for one in node.args)
         alike = (target.dtype, target.shape, target.stride()) == (value.dtype, value.shape, value.stride())
-        others = [memory for one, memory in given.items() if one is not node.args[0]]
-        if not alike or memory_of(value) in others or len(node.args[1].users) > 1:
+        parameter, assigned = node.args
+        # What may be a view of the former memory, the value or another view of it, and tensors that are given.
+        first = {memory[user] for user in parameter.users if place[user] < place[node]}
+        before = [one for one in nodes[: place[node]] if one is not parameter and memory[one] is not None]
+        views = [one for one in before if memory[one] == memory[assigned] or memory[one] in first]
+        read_later = any(place[user] > place[node] for one in views for user in one.users)
+        if not alike or read_later or any(one.op == "placeholder" for one in views):
             continue
         with module.graph.inserting_before(node):
             module.graph.call_function(_write, node.args)
@@ -36,8 +43,9 @@ def write_assigned_data(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _is_given(node: fx.Node) -> bool:
-    return node.op == "placeholder" and isinstance(node.meta.get("example_value"), torch.Tensor)
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return memory_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _lowers_version(node: fx.Node) -> bool:

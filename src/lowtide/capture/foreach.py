@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 _SINGLE = {
-    "abs", "add", "clamp_max", "clamp_min", "copy", "div", "exp", "lerp", "maximum", "minimum", "mul", "neg", "reciprocal",
-    "sqrt", "sub", "zero",
+    "abs", "add", "clamp_max", "clamp_min", "copy", "div", "exp", "lerp", "mul", "neg", "reciprocal", "sqrt", "sub", "zero",
 }  # fmt: skip
+_SAME = {"alpha", "non_blocking"}  # keywords that those on tensors have
 
 
 def for_each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
     """What makes these calls for one that works on a list of tensors; ``None`` for any other call."""
     name = str(getattr(func, "__name__", ""))
     single = name.removeprefix("_foreach_")
-    if single == name or single.removesuffix("_") not in _SINGLE or not args:
+    if single == name or single.removesuffix("_") not in _SINGLE or not args or kwargs.keys() - _SAME:
         return None
     lists = [one for one in args if isinstance(one, (list, tuple))]
     tensors = [one for each in (*lists, args) for one in each if isinstance(one, torch.Tensor)]

@@ -34,8 +34,8 @@ from lowtide.capture.trace.patches import below, replaced, replaced_methods, wra
 from lowtide.capture.trace.value_gradients import with_value_gradient
 from lowtide.capture.trace.writes import (
     GET_GRADIENT,
+    AssignedData,
     GradientRequiredError,
-    assigned_data,
     refuse_gradients,
     refuse_retained,
 )
@@ -129,6 +129,7 @@ class TensorCalls(TakingNumbers):
         self.period = period
         self.reads = reads
         self.numbers = numbers
+        self._assigned = AssignedData(state)
         self.replaced = replaced_methods()
         known = len(state)
         numbered = enumerate(self.given)
@@ -163,7 +164,7 @@ class TensorCalls(TakingNumbers):
         note(source=user_source(), casts=self.period(func, args, kwargs))
         if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
             self.reads.note("values", args[0], "", current("values", args[0], ""), "the values of a constant tensor")
-        if assigned_data(func, args, self.state):
+        if self._assigned.takes(func, args):
             return None
         if func is torch.Tensor._nnz and isinstance(args[0], (FakeTensor, FunctionalTensor)):
             raise CaptureError(

@@ -89,8 +89,9 @@ class _Expressions:
         reads = not _is_view(call.target)
 
         def operand(ref: Ref) -> _Operand:
-            value = known.get(ref.value, -1)  # of what is not computed before
-            return _Operand(value, self.written[value] if reads else 0)
+            if ref.value not in known:  # what computes it was lost
+                known[ref.value] = self._number(("lost", ref.value))
+            return _Operand(known[ref.value], self.written[known[ref.value]] if reads else 0)
 
         arguments = map_references((call.args, sorted(call.kwargs.items())), operand)
         number = self._number((id(stands_for(call)), repr(arguments), turn))

@@ -9,13 +9,14 @@ Grammar::
 
 Bytes are charged to storages, never to values, so a view costs nothing. Graph inputs (parameters, buffers, the call's
 tensors) live in *external* storages: they were allocated before the pass began, cost nothing and are never freed.
-The gradients that arrive for the forward outputs are produced by ordinary operators with target ``lowtide.tangent`` and
-the ``effect`` flag, first in the backward pass; a mutated buffer is written back by a ``lowtide.update`` op. A
-``lowtide.expect`` op looks at a truth value, and ends the forward pass where it is another than the program stands for. A
-``lowtide.optimizer`` op reads a parameter and its gradient and updates the parameter: nothing reads that afterwards. Where
-the state that an optimizer keeps for the parameter lies in a second memory, the op reads and writes that too: a
-``lowtide.fetch_state`` op brings it, and a ``lowtide.store_state`` op takes it back. Of a sharded model, a
-``lowtide.all_gather`` op makes the parameters of a unit, and a ``lowtide.reduce_scatter`` op takes their gradients.
+The gradients that arrive for the forward outputs are produced by ordinary operators with target ``lowtide.tangent`` and the
+``effect`` flag, first in the backward pass; a mutated buffer is written back by a ``lowtide.update`` op, whose output, if
+it has one, is a value of the buffer's storage, for what reads that from then on. A ``lowtide.expect`` op looks at a truth
+value, and ends the forward pass where it is another than the program stands for. A ``lowtide.optimizer`` op reads a
+parameter and its gradient and updates the parameter: nothing reads that afterwards. Where the state that an optimizer keeps
+for the parameter lies in a second memory, the op reads and writes that too: a ``lowtide.fetch_state`` op brings it, and a
+``lowtide.store_state`` op takes it back. Of a sharded model, a ``lowtide.all_gather`` op makes the parameters of a unit,
+and a ``lowtide.reduce_scatter`` op takes their gradients.
 """
 
 from __future__ import annotations

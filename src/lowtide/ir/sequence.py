@@ -84,6 +84,15 @@ def may_run_early(graph: Graph, op: Op) -> bool:
         op.collective
         and not (op.effect or op.random)
         and all(graph.storages[one].external for one in graph.read[op.id])
+        and all(_is_given(graph, value) for value in op.inputs)
+    )
+
+
+def _is_given(graph: Graph, value: int) -> bool:
+    """Whether a value is an input, or a view of one as it was given."""
+    producer = graph.values[value].producer
+    return producer is None or (
+        graph.views[producer] and all(_is_given(graph, one) for one in graph.ops[producer].inputs)
     )
 
 

@@ -60,7 +60,8 @@ class Lowered:
     update at the end of its forward pass, ``reads_after`` those of them that its backward pass reads, themselves or views of
     them, ``reads_again`` those that operators of the forward pass read again in it, and ``reads_outputs`` the forward outputs
     that it reads; ``reads_constants`` are the constants that the forward pass reads, each with whether the backward pass does.
-    ``at_once`` are the flat inputs that it updates in the midst of its forward pass, each with whether no version tells.
+    ``at_once`` are the flat inputs that it updates in the midst of its forward pass, ``unseen`` all that it updates without a
+    new version.
     ``inner`` are forward outputs that others are computed from. ``addresses``: where what is allocated goes, if there is an
     arena: reserved before a pass; whoever resumes the generator ends the latest operator (``AddressTable.end``).
     """
@@ -77,7 +78,8 @@ class Lowered:
     reads_again: tuple[int, ...]
     reads_constants: tuple[tuple[int, bool], ...]
     reads_outputs: tuple[int, ...]
-    at_once: tuple[tuple[int, bool], ...]
+    at_once: tuple[int, ...]
+    unseen: tuple[int, ...]
     inner: tuple[int, ...]
     addresses: Addresses | None = None
     chains: dict[Any, Any] = field(default_factory=dict)  # see ``runtime.calls.chain``
@@ -318,7 +320,7 @@ class _Generator:
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
         exec(compile(source, filename, "exec"), self.namespace)
         after, again = self._storages(self._reads_after(but=_AS_IT_IS)), self._reads_after(again=True)
-        last, at_once = updated(self.program)
+        last, at_once, unseen = updated(self.program)
         storages = [(i, self.graph.values[v].storage) for i, v in enumerate(self.program.inputs) if v is not None]
         outputs = enumerate(self.graph.forward_outputs)
         numbers = defaultdict[int, Iterator[int]](itertools.count)
@@ -335,7 +337,8 @@ class _Generator:
             reads_again=tuple(i for i, value in enumerate(self.program.inputs) if value in again),
             reads_constants=constants_read(self.program, after),
             reads_outputs=tuple(i for i, value in outputs if self.graph.values[value].storage in after),
-            at_once=tuple((i, at_once[storage]) for i, storage in storages if storage in at_once),
+            at_once=tuple(i for i, storage in storages if storage in at_once),
+            unseen=tuple(i for i, storage in storages if storage in unseen),
             inner=inner_outputs(self.program),
             addresses=self.addresses,
         )

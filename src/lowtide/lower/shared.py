@@ -19,13 +19,14 @@ def constants_read(program: Program, after: Collection[int]) -> tuple[tuple[int,
     return tuple((value, storage in after) for value, storage in storages.items() if memory[value] in memory_read)
 
 
-def updated(program: Program) -> tuple[set[int], dict[int, bool]]:
-    """The storages that the program updates at the end of its forward pass, and those that it does in the midst of it, to read
-    them as they are from then on (see ``capture.convert.updates``), with whether no version tells."""
+def updated(program: Program) -> tuple[set[int], set[int], set[int]]:
+    """The storages that the program updates at the end of its forward pass, those that it does in the midst of it, to read
+    them as they are from then on (see ``capture.convert.updates``), and of both those without a new version."""
     updates = [op for op in program.graph.ops if op.target == UPDATE_TARGET]
     storages = {op.id: program.graph.values[op.inputs[0]].storage for op in updates}
     last = {storages[op.id] for op in updates if not op.outputs}
-    return last, {storages[op.id]: "unseen" in program.calls[op.id].kwargs for op in updates if op.outputs}
+    unseen = {storages[op.id] for op in updates if "unseen" in program.calls[op.id].kwargs}
+    return last, {*storages.values()} - last, unseen
 
 
 def inner_outputs(program: Program) -> tuple[int, ...]:

@@ -34,8 +34,9 @@ def bernoulli(
 
 
 def update(target: torch.Tensor, value: torch.Tensor, unseen: bool = False) -> None:
-    """Write a mutated buffer (or argument) back, once, at the end of the forward pass: in the shape that it was given, where an
-    operator fits it to its input (observers of quantisation at their first call). ``unseen``: without a new version."""
+    """Write a mutated buffer (or argument) back, once, at the end of the forward pass or as soon as its value is computed: in
+    the shape that it was given, where an operator fits it to its input (observers of quantisation at their first call).
+    ``unseen``: without a new version."""
     if target.shape != value.shape:
         target.resize_(value.shape)
     (target.data if unseen else target).copy_(value)

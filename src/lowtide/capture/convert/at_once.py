@@ -16,6 +16,7 @@ from torch import fx
 
 from lowtide.capture.convert.builder import meta_of
 from lowtide.capture.convert.nodes import ALIASES, ancestors
+from lowtide.capture.convert.sparse import is_made_sparse
 from lowtide.capture.trace.expected import EXPECT, READ
 from lowtide.capture.trace.sizes import hint
 from lowtide.program.layouts import memory_of
@@ -60,26 +61,27 @@ class _Forward:
         self.sharing: dict[int, list[fx.Node]] = {}  # by storage
         self.bytes_of: dict[int, int] = {}
         for node in nodes:
-            if (storage := _storage_of(node)) is not None:
+            if (storage := storage_of(node)) is not None:
                 self.sharing.setdefault(storage, []).append(node)
                 self.bytes_of[storage] = _bytes_of(node)
 
     def chain(self, given: fx.Node, new: fx.Node) -> Chain | None:
         """How the ``new`` value of an input comes about, if it can be written at once."""
-        computed = new
-        while computed.target in ALIASES:
-            computed = computed.args[0]  # type: ignore[assignment]
-        place, storage, old = self.place.get(computed, -1), _storage_of(computed), _storage_of(given)
+        computed, storage, old = _root(new), storage_of(new), storage_of(given)
         if storage is None or old is None or meta_of(computed.meta["val"]) != meta_of(given.meta["val"]):
             return None
         before, after = self.sharing[old], self.sharing[storage]
         alone = sum(node.op == "placeholder" for node in before) == 1 and after[0] is computed
-        if not alone or place <= self.last_check:  # a check that fails would have the call begin again
+        if (
+            not alone or self.place.get(computed, -1) <= self.last_check
+        ):  # a check that fails would have the call begin again
             return None
         if any(node in self.results for node in after if node is not new) or self.results.count(new) != 1:
             return None
         readers = [*self._readers(before), *self._readers(after)]
-        if any(node not in self.place for node in readers) or not self._leads_only_to(given, computed):
+        if any(node not in self.place or is_made_sparse(node) for node in readers):
+            return None
+        if not self._leads_only_to(given, computed):
             return None
         return Chain(computed, readers)
 
@@ -94,7 +96,7 @@ class _Forward:
             users = [user for user in node.users if user in self.place]
             pending += [user for user in users if user not in seen]
             seen.update(users)
-            if (storage := _storage_of(node)) is not None:
+            if (storage := storage_of(node)) is not None:
                 ends = [len(self.place)] if any(user in self.backward for user in node.users) else []
                 ends += [self.place[user] for user in users]
                 first[storage] = min(self.place[node], first.get(storage, len(self.place)))
@@ -128,9 +130,17 @@ class _Forward:
         return True
 
 
-def _storage_of(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
+def storage_of(node: fx.Node) -> int | None:
+    """By which nodes are known that share their memory in a program."""
+    value = _root(node).meta.get("val")
     return memory_of(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a node stands for in a program."""
+    while node.target in ALIASES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _bytes_of(node: fx.Node) -> int:

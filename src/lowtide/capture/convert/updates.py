@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.capture.convert.at_once import at_once
+from lowtide.capture.convert.at_once import at_once, storage_of
 from lowtide.capture.convert.builder import Builder, meta_of, owned
 from lowtide.capture.convert.nodes import depends_on, is_running_statistic, reaching
 from lowtide.capture.trace.writes import UNSEEN
@@ -51,6 +51,7 @@ class Updates:
         self._targets = {given: value_of[given] for given in self._written}
         self._forward, self._backward = forward, frozenset(backward)
         self._results = [node for node in roles.values() if isinstance(node, fx.Node)]
+        self._returned = {storage_of(node) for node in self._results}
         self._at_once: dict[fx.Node, fx.Node] = {}  # what is computed -> the input that it is written into
 
     def begin(self) -> None:
@@ -87,8 +88,12 @@ class Updates:
     def is_copy(self, node: fx.Node) -> bool:
         """Whether the node copies, as it lies, the first value of an input of which there is a copy."""
         given: Any = node.args[0] if node.target is _ATEN.clone.default else None
-        if given not in self._written or given.meta["role"].number not in self.kept or node in self._results:
-            return False
+        if (
+            given not in self._written
+            or given.meta["role"].number not in self.kept
+            or storage_of(node) in self._returned
+        ):
+            return False  # what is returned may be written into
         copy: int = self.value_of[given]
         return meta_of(node.meta["val"]) == self.builder.metas[copy]
 

@@ -32,6 +32,7 @@ WRITTEN_HISTORY = (
 _GRADIENT: Any = torch.Tensor.grad
 GET_GRADIENT = _GRADIENT.__get__
 _OF_GRADIENT = (GET_GRADIENT, _GRADIENT.__set__, _GRADIENT.__delete__)
+_OWN_USES = 2  # of the memory of a tensor: the tensor, and who asks
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -59,23 +60,43 @@ class RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
 
-def assigned_data(func: Any, args: Sequence[Any], state: Sequence[torch.Tensor]) -> bool:
-    """Whether a call is ``tensor.data = value`` for one of ``state``; then the values are written into the memory that it has:
-    as MoCo's encoder is averaged. Raises ``CaptureError`` where that is not the same."""
-    if func != _SET_DATA or not any(args[0] is tensor for tensor in state):
-        return False
-    tensor, value = args
-    alike = isinstance(value, FunctionalTensor) and tensor_key(tensor.detach()) == tensor_key(value.detach())
-    memory = {memory_of(one) for one in state}
-    if not alike or memory_of(value) in memory:
-        raise CaptureError(
-            "the forward pass assigns to .data of a parameter or a buffer what has another layout or is not made in that pass, "
-            "which no program follows. Write into it (tensor.data.copy_(...), tensor.mul_(...) in torch.no_grad()), or do it "
-            "outside of the forward pass."
-        )
-    with torch.no_grad():
-        tensor.detach().copy_(value)
-    return True
+class AssignedData:
+    """Follows ``tensor.data = value`` for those of ``state``: the values are written into the memory that the tensor has, as
+    MoCo's encoder is averaged. Raises ``CaptureError`` where that is not the same."""
+
+    def __init__(self, state: Sequence[torch.Tensor]) -> None:
+        self.state = state
+        self._values: list[torch.Tensor] = []
+
+    def takes(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether a call is such an assignment, which is made then."""
+        name = getattr(func, "__name__", "")
+        if self._values and args and name.endswith("_") and not name.endswith("__"):
+            self._refuse(isinstance(args[0], torch.Tensor) and memory_of(args[0]) in map(memory_of, self._values))
+        if func != _SET_DATA or not any(args[0] is tensor for tensor in self.state):
+            return False
+        tensor, value = args
+        alike = isinstance(value, FunctionalTensor) and tensor_key(tensor.detach()) == tensor_key(value.detach())
+        self._refuse(not alike or memory_of(value) in map(memory_of, self.state))
+        # Views that keep the former memory in eager, and others of the value.
+        self._refuse(any(_uses(one) > _OWN_USES for one in (tensor, value)))
+        self._values.append(value)
+        with torch.no_grad():
+            tensor.detach().copy_(value)
+        return True
+
+    def _refuse(self, differs: bool) -> None:
+        if differs:
+            raise CaptureError(
+                "the forward pass assigns to .data of a parameter or a buffer what has another layout, is not made in that "
+                "pass or is written into afterwards, or keeps a view of what it was, which no program follows. Write into it "
+                "(tensor.data.copy_(...), tensor.mul_(...) in torch.no_grad()), or do it outside of the forward pass."
+            )
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """How many hold its memory, who asks among them."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def refuse_gradients(func: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:

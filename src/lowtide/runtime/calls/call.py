@@ -19,7 +19,7 @@ from lowtide.program.tangents import owns_tangents
 from lowtide.runtime.calls.arriving import Tangents, expected, is_held, place, wanted
 from lowtide.runtime.calls.chain import Node, ends_of
 from lowtide.runtime.calls.resuming import resumed
-from lowtide.runtime.calls.unmodified import AsLeft, modified
+from lowtide.runtime.calls.unmodified import AsLeft, modified, note_unseen
 from lowtide.runtime.programs.rescue import Rescue
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 
@@ -89,26 +89,26 @@ class ModelCall:
         if lowered.random:
             self.rng_state = generators.saved(generators.default_generator(device_of_inputs(self.inputs)))
         self.copies = {i: layouts.copied(self.inputs[i]) for i in self.copied[0]}
+        note_unseen(lowered, self.inputs)
         self.generator = lowered.step(self._given(lowered), self.tangents, self.written)
         handed = resumed(self.generator)
         outputs = list(handed)
         handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
         own = len(outputs) - len(kept)
         self.kept = dict(zip(kept, outputs[own:], strict=True))
+        self.as_left = AsLeft(lowered, self.inputs, outputs)
         ModelCall.begun += 1
-        self.as_left = AsLeft(lowered, self.inputs, outputs, ModelCall.begun)
         return outputs[:own]
 
     def _given(self, lowered: Lowered) -> list[torch.Tensor]:
         """The inputs with the values that they had when the forward pass began, or which it left to what it updates at once."""
-        at_once = {i for i, _ in lowered.at_once}
-        known = {**self.copies, **{i: tensor for i, tensor in self.kept.items() if i not in at_once}}
+        known = {**self.copies, **{i: tensor for i, tensor in self.kept.items() if i not in lowered.at_once}}
         return [known.get(i, tensor) for i, tensor in enumerate(self.inputs)]
 
     def supersede(self) -> None:
         """Its gradients are to leave in terms: copy what another call is about to update, and this one is to read again."""
         self.superseded = True
-        updated = [i for i, _ in self.lowered.at_once]
+        updated = [i for i in self.lowered.at_once if i not in self.copies]
         changed = self._changed(updated, updated)
         self.copies.update((i, layouts.copied(self.inputs[i])) for i in updated if i not in changed)
 
@@ -306,17 +306,19 @@ class ModelCall:
 
     def _check_updates(self, lowered: Lowered) -> None:
         """Another program for this call may read inputs that this one updates as they are by now, or as they were before."""
-        updated = [i for i, _ in lowered.at_once]
-        gone = [i for i, _ in self.lowered.at_once if i in lowered.program.kept]
-        if changed := [*self._changed(updated, updated, lowered), *gone]:
+        if changed := self._changed(lowered.at_once, lowered.at_once):
             raise modified(self._names(changed), False)
+        if gone := [i for i in self.lowered.at_once if i in lowered.program.kept]:
+            raise ExecutionError(
+                "gradients of other outputs arrived than the call was planned for, and their program needs what "
+                f"{self._names(gone)} was before the forward pass wrote it, which is gone. Call lowtide.restore(model) for "
+                "that part of the work."
+            )
 
-    def _changed(self, read: Sequence[int], again: Sequence[int], lowered: Lowered | None = None) -> list[int]:
+    def _changed(self, read: Sequence[int], again: Sequence[int]) -> list[int]:
         """See ``AsLeft``; of what the call has copies of, nothing is."""
         assert self.as_left is not None
-        at_once = (lowered or self.lowered).at_once
-        changed = self.as_left.changed(self.inputs, read, again, at_once, ModelCall.begun)
-        return [i for i in changed if i not in self.copies]
+        return [i for i in self.as_left.changed(self.inputs, read, again) if i not in self.copies]
 
     def _names(self, inputs: Sequence[int]) -> str:
         names = self.lowered.program.state_names

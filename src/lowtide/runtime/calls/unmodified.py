@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,33 +11,31 @@ from lowtide.errors import ExecutionError
 from lowtide.lower import Lowered
 from lowtide.program.distributed.local import address_of, addresses_of, version_of, versions_of
 
+_unseen = Counter[int | None]()  # by address, passes that write there without a new version
+
+
+def note_unseen(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> None:
+    """A forward pass begins, on these flat inputs."""
+    _unseen.update(address_of(inputs[i]) for i in lowered.unseen)
+
 
 class AsLeft:
     """What a forward pass left: versions and addresses of its ``inputs``, of constants, and of the ``outputs`` that are read
-    again. It was the ``number``-th of those begun in this process."""
+    again."""
 
-    def __init__(self, lowered: Lowered, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], number: int):
-        self.number = number
+    def __init__(self, lowered: Lowered, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]):
+        self._unseen = {i: _unseen[address_of(inputs[i])] for i in lowered.unseen}
         self._constants = lowered.program.constants
         self._versions, self._addresses = versions_of(inputs), addresses_of(inputs)
         self._constant_states = {value: _state_of(self._constants[value]) for value, _ in lowered.reads_constants}
         self._outputs = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
 
-    def changed(
-        self,
-        inputs: Sequence[torch.Tensor],
-        read: Sequence[int],
-        again: Sequence[int],
-        at_once: Iterable[tuple[int, bool]],
-        begun: int,
-    ) -> list[int]:
+    def changed(self, inputs: Sequence[torch.Tensor], read: Sequence[int], again: Sequence[int]) -> list[int]:
         """Those of the flat ``inputs`` that are ``read`` and were written into since, and of those that are to be read
-        ``again`` and were given other memory: eager has views of the one that they had. Calls that have ``begun`` since may
-        have done what this one did: write, where no version tells, into what programs update ``at_once``."""
+        ``again`` and were given other memory: eager has views of the one that they had."""
         found = {i for i in read if self.is_written(inputs, i)}
         found |= {i for i in again if address_of(inputs[i]) != self._addresses[i]}
-        if begun != self.number:
-            found |= {i for i, unseen in at_once if unseen and i in read}
+        found |= {i for i, count in self._unseen.items() if i in read and _unseen[address_of(inputs[i])] != count}
         return sorted(found)
 
     def is_written(self, inputs: Sequence[torch.Tensor], i: int) -> bool:

@@ -114,7 +114,7 @@ def _key(program: Program, i: int) -> str | int:
 
 def _only_read_again(program: Program) -> tuple[int, ...]:
     """Inputs beside parameters that operators of the forward pass read, and none of the backward pass: eager does not save
-    them. What the program updates itself, it keeps itself."""
+    them. Of what the program updates itself, it keeps copies, or reads it as it is then."""
     graph = program.graph
     known = {graph.values[value].storage for op in graph.ops[graph.forward_ops :] for value in op.inputs}
     known |= {graph.values[op.inputs[0]].storage for op in graph.ops if op.target == UPDATE_TARGET}

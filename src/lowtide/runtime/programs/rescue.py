@@ -5,8 +5,8 @@ pass runs again from its start by a plan within it, and draws the same random nu
 then: buffers are written last. In the backward pass the forward program runs first, and writes nothing; gradients that had left
 are equal to the bit, and are dropped (``calls.call``).
 
-What cannot be put back is never tried: an error comes through with a note that says why, and so does that of the third step in
-a row.
+What cannot be put back (an input that is written at once, ``capture.convert.updates``) is never tried: an error comes
+through with a note that says why, and so does that of the third step in a row.
 """
 
 from __future__ import annotations
