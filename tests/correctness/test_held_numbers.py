@@ -130,7 +130,7 @@ def test_one_capture_for_all_numbers(case: str, change: Change, caplog: pytest.L
     with caplog.at_level(logging.INFO, logger="lowtide"):
         assert _steps(planned, change) == _steps(plain, change)
     assert caplog.text.count("is captured again") <= 2
-    assert planned.forward.parts is None
+    assert planned.forward.parts is None and not planned.forward.is_online
     with lowtide.checked(every=1):
         planned(rows()).backward()
 
@@ -300,7 +300,7 @@ def test_numbers_that_are_returned(caplog: pytest.LogCaptureFixture) -> None:
                 into.append((thing.y.tolist(), thing.weight, repr(logged), largest, model.log["beta"], model.step))
     assert found[0] == found[1]
     assert caplog.text.count("is captured again") <= 4
-    assert planned.forward.parts is None
+    assert planned.forward.parts is None and not planned.forward.is_online
 
 
 def test_numbers_that_others_find_elsewhere() -> None:

@@ -93,6 +93,12 @@ def _behind_others(self: Any, h: torch.Tensor) -> torch.Tensor:
     return (h.t() * columns[0]).sum() + (h[:, 0] * chosen).sum()
 
 
+def _from_the_end(self: Any, h: torch.Tensor) -> torch.Tensor:
+    self.place += 1
+    rows = self.table[30 - self.place : 36 - self.place] + self.table[-self.place + 20 : 26 - self.place]
+    return (h * rows).square().sum() + self.table[39 - self.place].sum()
+
+
 def _also_a_factor(self: Any, h: torch.Tensor) -> torch.Tensor:
     self.place += 1
     return (h * self.place * self.masks[self.place : self.place + 6]).square().sum() / (self.place + 1)
@@ -170,8 +176,8 @@ def _moved_in_place(self: Any, h: torch.Tensor) -> torch.Tensor:
 
 
 ONE_PROGRAM = [
-    _mask, _queue, _pointer, _two_places, _of_a_parameter, _one, _behind_others, _also_a_factor, _written_in_place,
-    _masked_by_lengths, _cut_out, _moved_in_place, _random_crop, _random_crop_of_arrays, _segments, _nearest,
+    _mask, _queue, _pointer, _two_places, _of_a_parameter, _one, _behind_others, _from_the_end, _also_a_factor,
+    _written_in_place, _masked_by_lengths, _cut_out, _moved_in_place, _random_crop, _random_crop_of_arrays, _segments, _nearest,
     _read_of_a_tensor, _drawn_by_a_tensor,
 ]  # fmt: skip
 

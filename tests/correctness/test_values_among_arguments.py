@@ -115,7 +115,7 @@ def test_one_plan_for_all_values(case: str, caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, logger="lowtide"):
         planned = _train(compute, given)
         assert caplog.text.count("planned _Computes") <= plans
-    assert planned.forward.parts is None
+    assert planned.forward.parts is None and not planned.forward.is_online
     with lowtide.checked(every=1):
         planned(torch.ones(3, 4), given(STEPS))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lowtide.capture.python_state.guards.compared import StandIn
-from lowtide.program.scalars import Operations
+from lowtide.program.scalars import Operation, Operations
 
 _GET, _SET = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -157,10 +157,10 @@ def _placed(item: Any, size: int) -> Any:
 
 
 def _without_sums(operations: Operations) -> Operations:
-    """What comes before the last ones that only add."""
+    """What comes before the last ones that only add; of the last that is subtracted from a number, that it is."""
     while operations and operations[-1].function in (operator.add, operator.sub) and type(operations[-1].other) is int:
         if operations[-1].reflected and operations[-1].function is operator.sub:
-            break
+            return *operations[:-1], Operation(operator.neg)
         operations = operations[:-1]
     return operations
 

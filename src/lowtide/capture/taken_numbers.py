@@ -124,7 +124,7 @@ def _taken(
         function, args, kwargs = torch.full, ((), args[0], *args[1:]), {"dtype": dtype, **kwargs}
     if not kwargs:
         function, args = with_positions(function, args)
-    special = _SPECIAL.get(function.__name__.removesuffix("_"))
+    special = _SPECIAL.get(function.__name__.strip("_"))
     if special is None:
         return function, args, kwargs
     given = [one.taken(special) if type(one) is StandIn else one for one in args]

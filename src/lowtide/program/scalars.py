@@ -9,6 +9,7 @@ one element.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -198,14 +199,14 @@ def _is(source: Source, one: Taken, shown: Any, plain: Any) -> bool:
     more = source.operations[len(one.source.operations) :]
     try:
         made = result_of(more, one.value), result_of(more, one.shown)
-    except ArithmeticError:
+    except (ArithmeticError, ValueError):
         return False
     return repr(made) == repr((plain, shown))
 
 
 def _sources(one: Taken, shown: Any) -> Iterator[Source]:
     """How a number may follow from what an operator took: as it is, or as operators compute others of theirs (the share that
-    dropout keeps, the exponent of a derivative)."""
+    dropout keeps, the exponent of a derivative, the logarithm of a base)."""
     for more in (*_DERIVED, *_by_whole_numbers(one.shown, shown)):
         yield Source(one.source.number, (*one.source.operations, *more))
 
@@ -219,6 +220,7 @@ _DERIVED: tuple[Operations, ...] = (
     (Operation(operator.mul, -1),),
     (_INVERSE,),
     (_REST, _INVERSE),
+    (Operation(math.log),),
 )
 
 
