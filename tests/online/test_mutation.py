@@ -282,3 +282,22 @@ def test_what_was_computed_from_a_storage_that_is_resized(refilled: bool) -> Non
         found = program()
     assert session.statistics.evictions > 0
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_an_input_is_written_from_which_more_was_computed_than_there_is_room_for(unseen: bool) -> None:
+    """Its old contents are kept aside, of which the results are computed again."""
+    source = torch.randn(ROWS, WIDTH)
+
+    def setup() -> Scenario:
+        def scenario() -> Any:
+            tensors = [source * index for index in range(1, 9)]
+            (source.data if unseen else source).add_(1)
+            found = [tensor[::7] + tensor.sum() for tensor in tensors], source.sum()
+            source.sub_(1)
+            return found
+
+        return scenario
+
+    for share in (40, 70):
+        assert compare(setup, share, holds=True).copies == 1

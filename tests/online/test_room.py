@@ -11,7 +11,7 @@ from torch.nn.functional import conv3d
 
 import lowtide
 from examples.dynamic import load
-from lowtide.dynamic import run
+from lowtide.dynamic import run, storages
 from lowtide.dynamic.executor import Executor, Observed, PredictingExecutor
 from lowtide.dynamic.memory import Memory
 from lowtide.memory import cpu_allocator
@@ -192,3 +192,25 @@ def test_torchscript_lets_no_exception_through() -> None:
     with pytest.raises(lowtide.OnlineBudgetError, match="at once") as caught, lowtide.online(2 * x.nbytes):
         torch.jit.script(_scripted)(x).sum().backward()
     assert "TorchScript interpreter" in str(caught.value.__cause__)
+
+
+def test_a_warning_where_most_of_the_time_goes_into_recomputing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, however often more has been computed again."""
+    monkeypatch.setattr(run, "_WARN_FROM_NS", 0)
+    with (
+        pytest.warns(UserWarning, match="the budget is too small for this program") as warned,
+        lowtide.online(6 * TENSOR_BYTES, warn_above=0),
+    ):
+        tensors = chain()
+        sums = [tensor.sum() for tensor in tensors[:4]]
+        del tensors
+    assert len(warned) == 1
+    assert all(map(torch.equal, sums, [tensor.sum() for tensor in chain(3)]))
+
+
+def test_the_memory_of_storages_is_exchanged_by_hand() -> None:
+    """As before PyTorch 2.13, whichever it is."""
+    one, other = torch.arange(5), torch.arange(5, 10)
+    view = one[1:3]
+    storages.swap_words(one.untyped_storage(), other.untyped_storage())
+    assert (one.tolist(), other.tolist(), view.tolist()) == ([5, 6, 7, 8, 9], [0, 1, 2, 3, 4], [6, 7])

@@ -39,7 +39,7 @@ from lowtide.dynamic.node import (
 )
 from lowtide.dynamic.operators import Operator, values_at
 from lowtide.dynamic.patches import Access
-from lowtide.dynamic.rebuild import Experience, Rebuilder, out_of_memory
+from lowtide.dynamic.rebuild import Experience, Rebuilder, refused_bytes
 from lowtide.errors import ExecutionError
 from lowtide.program import generators
 from lowtide.program.repeating import repeats_all_bits
@@ -174,7 +174,7 @@ class Engine:
         """Nodes for the storages that the results are on, where they are new."""
         made = []
         memory, operator = self.memory, call.operator
-        again = not (operator.once or operator.writes) and self._repeats(operator)
+        again = not (operator.once or operator.writes or (operator.differs and not repeats_all_bits(self.device)))
         for node in reads:
             if node.opaque or node.writers:
                 again = False
@@ -194,9 +194,6 @@ class Engine:
             node.origin = origin
             made.append(node)
         return made
-
-    def _repeats(self, operator: Operator) -> bool:
-        return not operator.differs or repeats_all_bits(self.device)
 
     def _is_worth_evicting(self, tensor: Tensor, size_bytes: int) -> bool:
         if size_bytes <= self.tiny_bytes or is_opaque(tensor) or tensor.device != self.device:
@@ -259,31 +256,35 @@ class Engine:
         memory = self.memory
         dependents = dependents_of(node)
         held = memory.lock_all([dependent for dependent in dependents if dependent.alive()])
-        missing_bytes = sum(dependent.bytes for dependent in held if dependent.evicted)
         try:
-            if missing_bytes > 0 and missing_bytes > memory.available_bytes():
-                self._copy_aside(node)
-                return
-            self.rebuilder.complete(held)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            memory.take_missing_bytes()
-            self._copy_aside(node)
-            return
+            are_there = self._completed(held)
         finally:
             memory.unlock_last(held)
+        if not are_there:
+            self._copy_aside(node)
+            return
         for dependent in held:
             memory.pin(dependent)
         for dependent in dependents:
             if dependent.resident and dependent.call is not None:
                 memory.evict(dependent)  # nobody but the engine holds it
 
+    def _completed(self, nodes: Sequence[Node]) -> bool:
+        """Whether the budget has had room to rebuild all of these."""
+        missing_bytes = sum(node.bytes for node in nodes if node.evicted)
+        if missing_bytes > 0 and missing_bytes > self.memory.available_bytes():
+            return False
+        try:
+            self.rebuilder.complete(nodes)
+        except RuntimeError as error:
+            refused_bytes(error, self.memory)
+            return False
+        return True
+
     def _copy_aside(self, node: Node) -> None:
         """Another node takes the old contents and all that was computed from them."""
         storage = node.storage()
-        if storage is None:
-            raise ExecutionError("the contents of a released storage cannot be copied")
+        assert storage is not None
         copy = Node.constant(node.size_bytes)
         copy.kept = self.rebuilder.clone(storage)
         self.memory.counters.copies += 1

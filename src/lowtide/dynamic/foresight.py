@@ -19,7 +19,7 @@ from lowtide.dynamic.habits import Habits, Known
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import Node
 from lowtide.dynamic.operators import Operator
-from lowtide.dynamic.rebuild import Rebuilder, out_of_memory
+from lowtide.dynamic.rebuild import Rebuilder, refused_bytes
 from lowtide.memory.allocators import PeakWindow
 
 
@@ -191,9 +191,7 @@ class Foresight:
         try:
             self._follower.before(place)
         except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            self.memory.take_missing_bytes()
+            refused_bytes(error, self.memory)
             self._leave()
 
     def _leave(self) -> None:

@@ -138,10 +138,8 @@ class Rebuilder:
             for step in plan.steps:
                 self._take(step, live)
         except RuntimeError as error:
-            if step is None or not out_of_memory(error):
-                raise
-            missing_bytes = self.memory.take_missing_bytes()
-            if missing_bytes <= 0:
+            missing_bytes = refused_bytes(error, self.memory)
+            if step is None or missing_bytes <= 0:
                 raise
             kind, more_bytes = _kind(step.call.recorded), room_bytes - step.peak_bytes + missing_bytes
             self.scratch_bytes[kind] = self.scratch_bytes.get(kind, 0) + max(more_bytes, 1)
@@ -256,6 +254,8 @@ def _kind(call: OperatorCall) -> Hashable:
     return call.operator, *((view.size, view.dtype) for view in views_in(call.args, call.kwargs))
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation was refused, or a rebuild found no room."""
-    return isinstance(error, (torch.OutOfMemoryError, RebuildError)) or "can't allocate memory" in str(error)
+def refused_bytes(error: RuntimeError, memory: Memory) -> int:
+    """By how much an allocation that was refused exceeded the limit; 0 where a rebuild found no room. Raises other errors."""
+    if not isinstance(error, (torch.OutOfMemoryError, RebuildError)) and "can't allocate memory" not in str(error):
+        raise error
+    return memory.take_missing_bytes()
