@@ -96,8 +96,8 @@ def test_as_many_pieces_of_any_number_of_rows(function: Callable[[torch.Tensor],
     assert not family.is_fixed
     for shape in ((14, 20), (11, 7)):
         assert family.confirmed_by(capture(model, (torch.randn(shape),)), (shape,))
-    assert family.member(((17, 9),)) is None
-    assert family.member(((7, 9),)) is None
+    assert family.member(((17, 9),), lambda *_: None) is None
+    assert family.member(((7, 9),), lambda *_: None) is None
 
 
 @needs_2_13

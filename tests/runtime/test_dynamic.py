@@ -186,8 +186,8 @@ def test_as_many_rows_as_the_model_is_wide_make_for_no_other_program(shape: tupl
     ids=["unequal", "one row", "one column", "empty"],
 )
 def test_sizes_that_make_for_another_program_are_no_members(shapes: Any) -> None:
-    assert _family().member(((5, 14), (5, 14))) is not None
-    assert _family().member(shapes) is None
+    assert _family().member(((5, 14), (5, 14)), lambda *_: None) is not None
+    assert _family().member(shapes, lambda *_: None) is None
 
 
 class _Branching(nn.Module):

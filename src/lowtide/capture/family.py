@@ -93,7 +93,7 @@ class SymbolicFamily:
         """Inputs that are held in attributes."""
         return self._captured.contract.conditions.held_inputs
 
-    def member(self, shapes: Shapes, answer: Callable[[int, Question], Any] | None = None) -> Captured | None:
+    def member(self, shapes: Shapes, answer: Callable[[int, Question], Any]) -> Captured | None:
         """The capture of a call with tensors of these shapes; ``None`` where that makes for another program. ``answer``: what
         a question about values, of that number, has as its answer in the call."""
         known = values_of(shapes, self.expressions)
@@ -102,8 +102,6 @@ class SymbolicFamily:
         values = self._traced | known
         questions = _of_values(self._captured)
         for number, symbol in self._selected.items():
-            if answer is None:
-                return None
             found = answer(number, _mapped_question(questions[number], self._put(values), {}))
             values[symbol] = found[0] if found else 0
         if not all(self._hold(*(values[symbol] for symbol in self._symbols))):

@@ -105,11 +105,11 @@ class _Writer:
         self.known: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def write(self) -> None:
-        ends = [[end for end in self.region.ends if is_backward(end) is way] for way in (False, True)]
+        both = ([end for end in self.region.ends if is_backward(end) is way] for way in (False, True))
+        ends = [group for group in both if group]
         late = [self._late(group) for group in ends]
         for group, following in zip(ends, late, strict=True):
-            if group:
-                self._write(group, following)
+            self._write(group, following)
         gone = self.region.members()
         gone |= {user for node in gone if node.target is NLL for user in node.users}
         for node in reversed(list(self.graph.nodes)):
@@ -118,8 +118,6 @@ class _Writer:
 
     def _late(self, ends: Sequence[fx.Node]) -> list[fx.Node]:
         """What stands before the last of the ``ends`` and depends on one of them."""
-        if not ends:
-            return []
         members, late = self.region.members(), dict.fromkeys(ends)
         node = ends[0]
         while node is not ends[-1]:
