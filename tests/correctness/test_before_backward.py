@@ -88,6 +88,31 @@ def _conjugated(model: nn.Module) -> torch.Tensor:
     return model(torch.ones(3, 4), torch.full((4,), 1 + 2j).conj())  # type: ignore[no-any-return]
 
 
+def _deterministically(model: nn.Module) -> torch.Tensor:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return model(torch.ones(3, 4))  # type: ignore[no-any-return]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class _Cast(_Dropping):
+    """Under an autocast of its own, to whatever type that is by default."""
+
+    def forward(self, *given: Any) -> Any:
+        with torch.autocast("cpu"):
+            return super().forward(*given)
+
+
+def _cast_otherwise(model: nn.Module) -> torch.Tensor:
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        return model(torch.ones(3, 4))  # type: ignore[no-any-return]
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+
+
 @pytest.mark.parametrize(
     "factory, step",
     [
@@ -97,8 +122,13 @@ def _conjugated(model: nn.Module) -> torch.Tensor:
         (_Dropping, _scaled),
         (_Attention, _with_kernel),
         (_Conjugated, _conjugated),
+        (_Dropping, _deterministically),
+        (_Cast, _cast_otherwise),
     ],
-    ids=["evaluated", "part evaluated", "default dtype", "attribute of a tensor", "kernel", "conjugated"],
+    ids=[
+        *("evaluated", "part evaluated", "default dtype", "attribute of a tensor", "kernel", "conjugated"),
+        *("deterministic", "type of an autocast"),
+    ],
 )
 def test_the_program_for_other_gradients_is_of_the_forward_pass(factory: Callable[[], nn.Module], step: Step) -> None:
     found = []

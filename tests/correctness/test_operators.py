@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.torch_version import TorchVersion
 
-from tests.support.networks import WithLoss, generator, perceptron
+from tests.support.networks import WithLoss, generator, perceptron, rows
 from tests.support.training import MINIMUM, compare_training
 
 
@@ -259,3 +259,22 @@ class _SwishFunction(torch.autograd.Function):
 class _Swish(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _SwishFunction.apply(x)
+
+
+class _Experts(nn.Module):
+    """Rows that are sorted by expert, and what each of these makes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 32, 48) / 6), nn.Parameter(torch.randn(3, 48, 32) / 7)
+        self.body = perceptron(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([len(x) // 4, len(x) // 2, len(x)], dtype=torch.int32)
+        hidden = functional.gelu(torch._grouped_mm(self.body(x), self.up, offs=ends))
+        return 1.5 * torch._grouped_mm(hidden, self.down, offs=ends)
+
+
+def test_grouped_products_in_single_precision() -> None:
+    """Of which PyTorch's own fake kernel knows nothing."""
+    compare_training(lambda: WithLoss(_Experts()), rows(), budgets=("90%", MINIMUM))

@@ -197,7 +197,11 @@ def _read_in_vain(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rand_like(x)
 
 
-@pytest.mark.parametrize("compute", [_with_a_shuffle, _with_another_that_is_returned, _read_in_vain])
+def _by_a_seed(x: torch.Tensor) -> torch.Tensor:
+    return x * np.random.default_rng(3).random() * random.random()
+
+
+@pytest.mark.parametrize("compute", [_with_a_shuffle, _with_another_that_is_returned, _read_in_vain, _by_a_seed])
 def test_draws_of_which_only_some_are_followed(compute: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

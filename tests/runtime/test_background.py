@@ -23,6 +23,8 @@ from lowtide import pipeline
 from lowtide.api import runtime_of
 from lowtide.planning import Plan, background, make_plan, worker
 from lowtide.planning.cache import PlanRequest
+from lowtide.runtime.programs.entry import Siblings
+from lowtide.sharing import Member
 from lowtide.solve import minimum
 from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.random_graphs import random_graph
@@ -297,3 +299,20 @@ def test_a_search_ends_where_the_process_that_asked_went_before_it_began() -> No
     with pytest.raises(SystemExit):
         worker.search(request, plan.time_ns, output, int(ended.stdout))
     assert b"done" not in output.getvalue()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_schedule_of_a_sibling_is_taken_over_where_it_is_quicker(waits: bool) -> None:
+    """But for one that saves more, where others run meanwhile."""
+    slow, quick = _prepared(planner="chen-sqrt"), _prepared(planner="auto", planning="wait")
+    (entries,), (found,) = ((*runtime_of(each).entries.values(),) for each in (slow, quick))
+    entry, best = entries[0], found[0].plan
+    siblings, before = Siblings(), entry.plan
+    siblings.keep(found[0])
+    siblings.take_over(entry, waits=waits)
+    member = Member(entry.program, before.costs)
+    saves_more = member.footprint(best.schedule).saved_bytes > member.footprint(before.schedule).saved_bytes
+    assert best.time_ns < before.time_ns and entry.version == siblings.version
+    assert entry.plan.schedule == (before if waits and saves_more else best).schedule
+    expected = run_training(make(_network), rows(), STEP, 2)
+    assert_same_records(run_training(slow, rows(), STEP, 2), expected)

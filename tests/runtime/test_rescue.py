@@ -274,3 +274,19 @@ def test_an_arena_gives_way_to_a_smaller_one() -> None:
     ((arena,), plan) = runtime._arenas.values(), plan_of(model)
     assert plan.lowered_from_bytes and arena is not None
     assert arena.reserved_bytes <= plan.budget_bytes
+
+
+def test_a_lower_plan_of_other_sizes_is_kept() -> None:
+    """Where it fits into what memory sufficed for, too: for no more than that from then on."""
+    sizes = (64, 16, 64, 16, 64)
+
+    def inputs(iteration: int) -> Any:
+        return rows(sizes[iteration])(iteration)
+
+    expected = run_training(make(drawing_network), inputs, Scarce("forward", 2), len(sizes))
+    plain = lowtide.plan(make(drawing_network), *inputs(0), budget="100%", planner=QUICK)
+    model = lowtide.rematerialize(make(drawing_network), budget=plain.peak_bytes, planner=QUICK, dynamic=False)
+    assert_same_records(run_training(model, inputs, Scarce("forward", 2), len(sizes)), expected)
+    large, small = sorted(lowtide.plans(model), key=lambda plan: -plan.peak_bytes)
+    assert small.peak_bytes < large.peak_bytes <= large.budget_bytes == small.budget_bytes < plain.peak_bytes
+    assert small.lowered_from_bytes == large.lowered_from_bytes == plain.peak_bytes
