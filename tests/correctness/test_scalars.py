@@ -61,6 +61,11 @@ def _bases(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (1.1 + self.beta) ** y + torch.pow(self.tau + 3, y)
 
 
+def _of_sums_with_products(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = torch.addmm(y, x, self.linear.weight, beta=self.beta, alpha=self.tau + 1)
+    return torch.baddbmm(y[None], x[None], self.linear.weight[None], alpha=self.beta)
+
+
 def _reversed_operands(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return self.beta * y + self.beta / (y + 3) - (self.beta - y) + torch.add(y, x, alpha=self.beta)
 
@@ -132,6 +137,7 @@ CASES: dict[str, tuple[Compute, Callable[[Any, int], None], int]] = {
     "powers": (_powers, _to_shares, 3),
     "equal to": (_equal_to, _to_shares, 2),
     "powers of them": (_bases, _to_shares, 3),
+    "sums with products": (_of_sums_with_products, _to_shares, 3),
     "on either side": (_reversed_operands, _to_shares, 2),
     "in place": (_in_place, _to_shares, 3),
     "as a tensor": (_as_a_tensor, _to_shares, 3),

@@ -30,6 +30,7 @@ linspace clamp clamp_min clamp_max clip hardtanh threshold nan_to_num
 """
 _OTHERS = """
 addcmul addcdiv leaky_relu elu celu softplus hardshrink softshrink layer_norm group_norm rms_norm cosine_similarity
+addmm addmv addbmm baddbmm addr
 uniform normal smooth_l1_loss huber_loss margin_ranking_loss cosine_embedding_loss hinge_embedding_loss
 triplet_margin_loss cross_entropy_loss dropout feature_dropout alpha_dropout bernoulli
 """
