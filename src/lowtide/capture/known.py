@@ -67,10 +67,8 @@ class Known:
     @staticmethod
     def like(captured: Captured) -> Known:
         """To trace a call that is like it but for what its Python code does."""
-        contract = captured.contract
-        numbers, expected = contract.conditions.compared(), contract.conditions.expected
-        follow, unknown = contract.held_inputs.attributes(), contract.conditions.unknown
-        return Known(follow=follow, numbers=numbers, expected=expected, unknown=unknown)
+        known = Known.of(captured)
+        return replace(known, effects=None, follow=known.attributes, recorder=None)
 
     def without_numbers_read(self, effects: Effects | None) -> Known:
         """The next thing to try where more is done with numbers that are read of tensors than is known."""

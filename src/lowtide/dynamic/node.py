@@ -33,11 +33,6 @@ class Origin(IntEnum):
     GRADIENT = 2
 
 
-def current_origin() -> Origin:
-    """Of what is computed now."""
-    return origin_of(current_node())
-
-
 def origin_of(node: Any) -> Origin:
     """Of what is computed inside this node of autograd's, or outside of any."""
     if isinstance(node, AccumulateGrad):

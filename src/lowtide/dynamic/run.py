@@ -24,7 +24,7 @@ from lowtide.dynamic.executor import Observed, executor_for
 from lowtide.dynamic.foresight import Foresight
 from lowtide.dynamic.habits import Habits
 from lowtide.dynamic.memory import Memory, Refusal
-from lowtide.dynamic.node import AccumulateGrad, Origin, current_node, current_origin
+from lowtide.dynamic.node import AccumulateGrad, Origin, current_node, origin_of
 from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.patches import Access, Patches, UncompiledMode, uncompiled
 from lowtide.dynamic.rebuild import Experience, RebuildError
@@ -174,7 +174,7 @@ class OnlineRun:
     def detached(self, tensor: torch.Tensor) -> None:
         """By a view, which passes the engine by, perhaps as the gradient that is handed to a leaf."""
         with self.memory.lock:
-            if self.open and current_origin() is Origin.GRADIENT:
+            if self.open and origin_of(current_node()) is Origin.GRADIENT:
                 self.memory.node_of(tensor).origin = Origin.GRADIENT
 
     @uncompiled

@@ -55,11 +55,7 @@ def _bytes(value: Any) -> tuple[Any, ...]:
 def _array(value: np.ndarray) -> tuple[Any, ...]:
     plain = np.asarray(value)
     items = plain.ravel().tolist() if value.dtype.hasobject else [plain.tobytes()]
-    return (
-        (value.shape, value.dtype.str, *items, *_namespace(value))
-        if hasattr(value, "__dict__")
-        else (value.shape, value.dtype.str, *items)
-    )
+    return value.shape, value.dtype.str, *items, *(_namespace(value) if hasattr(value, "__dict__") else ())
 
 
 def _variable(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
