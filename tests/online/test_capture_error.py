@@ -121,6 +121,56 @@ def test_what_has_no_parts_runs_online(
     assert torch.equal(model(inputs), plain(inputs))
 
 
+def _peaks(model: nn.Module, plain: nn.Module, rows: list[int]) -> list[float]:
+    """Of steps with so many rows each, as shares of plain ones with the same gradients."""
+    shares = []
+    for number in rows:
+        inputs = torch.randn(number, 64)
+        (peak,), (plain_peak,) = _steps(model, inputs, 1), _steps(plain, inputs, 1)
+        assert _equal_gradients(model, plain)
+        shares.append(peak / plain_peak)
+    return shares
+
+
+def test_a_percentage_is_of_the_largest_step() -> None:
+    """Of which one is seen as it is, whenever it comes."""
+    torch.manual_seed(0)
+    plain = _Plain()
+    model = lowtide.rematerialize(copy.deepcopy(plain), budget="60%")
+    try:
+        shares = _peaks(model, plain, [512, 512, 2048, 2048, 2048])
+        assert model.forward.is_online
+    finally:
+        lowtide.restore(model)
+    assert max(shares[1], *shares[3:]) <= 0.6
+
+
+class _Widening(_Plain):
+    """Makes more rows of its own after a while, as a network that grows by steps makes larger images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 1
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs.repeat(self.times, 1))
+
+
+def test_a_model_that_outgrows_a_percentage_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain = _Widening()
+    model = lowtide.rematerialize(copy.deepcopy(plain), budget="60%")
+    try:
+        _peaks(model, plain, [256, 256])
+        assert model.forward.is_online
+        plain.times = model.times = 8
+        shares = _peaks(model, plain, [256, 256])
+    finally:
+        lowtide.restore(model)
+    assert max(shares) < 0.6
+    assert "goes on above its budget" in caplog.text
+
+
 @pytest.mark.parametrize("make", [_Dynamic, _Plain])
 def test_gradients_that_exceed_the_budget_alone_are_told(
     make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture

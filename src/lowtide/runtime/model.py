@@ -276,10 +276,9 @@ class Rematerialized(Planned):
             _LOG.warning("%s is captured in every call: %s", type(self.model).__name__, why)
 
     def _wants_plan(self, online: OnlineCalls, arguments: Any) -> bool:
-        """Whether a call of a model that runs ``online`` is captured all the same."""
-        self._online = self._instead.calls(online, self._granted())
-        if self._online is None:
-            _LOG.warning("%s is captured in every call: lowtide.online takes longer", type(self.model).__name__)
+        """Whether a call of a model that runs ``online`` does not: it is captured all the same, or tells what a step takes."""
+        outgrown = self.parts is not None and self.parts.are_outgrown(arguments)
+        self._online = self._instead.calls(online, type(self.model).__name__, self._granted(), outgrown)
         return self._online is None or self._instead.wants_plan(arguments)
 
     def _go_online(

@@ -34,8 +34,8 @@ class OnlineCalls:
     The thread of a call is inside, and whoever else reads what was evicted would read nothing. So a thread other than the main
     one leaves at the end of its call, with all that is held there as it is without the context, until it was seen to run the
     backward pass of one itself. ``step_seconds``: how long the latest steps took inside. ``may_exceed``: what needs more goes
-    on above the budget, since it would run by a plan. ``unmet``: why there are no plans within it, which is raised where it is
-    too small here, too."""
+    on above the budget, since it would run by a plan; with ``once_met`` it does once a step was within it, which is a share of
+    what steps took. ``unmet``: why there are no plans within it, which is raised where it is too small here, too."""
 
     def __init__(
         self,
@@ -43,8 +43,9 @@ class OnlineCalls:
         device: torch.device,
         may_exceed: bool = False,
         unmet: InfeasibleBudgetError | None = None,
+        once_met: bool = False,
     ) -> None:
-        self.unmet = unmet
+        self.unmet, self._once_met = unmet, once_met
         self._context = online(budget_bytes, device=device)
         # Whoever catches the error of code between two passes need not know that the thread is still inside.
         settings = self._context.settings
@@ -124,6 +125,9 @@ class OnlineCalls:
         budget_bytes, needed_bytes = self._context.settings.budget_bytes, self._needed_bytes
         self._needed_bytes = 0
         if needed_bytes <= budget_bytes:
+            if self._once_met and needed_bytes:
+                self.unmet, self._once_met = None, False
+                self._context.settings = dataclasses.replace(self._context.settings, may_exceed=True)
             return
         what = f"a step took {needed_bytes} bytes, with the gradients and results that it ended with"
         if self.unmet is not None:

@@ -76,15 +76,20 @@ class OnlineInstead:
         unmet = why if isinstance(why, InfeasibleBudgetError) else None
         reason = why if unmet is None else f"its parts do not fit: {unmet}"
         _LOG.warning("%s %s, so it runs under lowtide.online within %s: %s", name, what, within, reason)
-        return OnlineCalls(budget_bytes, device, may_exceed, None if may_exceed else unmet)
+        return OnlineCalls(budget_bytes, device, may_exceed, None if may_exceed else unmet, once_met=self._grows)
 
-    def calls(self, online: OnlineCalls, budget_bytes: int) -> OnlineCalls | None:
-        """By what later calls run, where the latest ran ``online`` and one by a plan was given so many bytes since; ``None``
-        where captures are quicker."""
-        slower = len(online.step_seconds) >= _TRIED and min(online.step_seconds) > self._seconds
-        if not self.budget_bytes or not (slower or budget_bytes > self.budget_bytes):
+    def calls(self, online: OnlineCalls, name: str, budget_bytes: int, outgrown: bool) -> OnlineCalls | None:
+        """By what later calls of the model of that name run, where the latest ran ``online`` and one by a plan was given so
+        many bytes since; ``None`` where captures are quicker, or they are ``outgrown``."""
+        tried = self.budget_bytes > 0 and len(online.step_seconds) >= _TRIED
+        slower = tried and min(online.step_seconds) > self._seconds
+        if not (slower or outgrown or 0 < self.budget_bytes < budget_bytes):
             return online
         online.leave()
+        if outgrown:
+            return None
+        if slower:
+            _LOG.warning("%s is captured in every call: lowtide.online takes longer", name)
         self.budget_bytes = max(budget_bytes, self.budget_bytes)
         return None if slower else OnlineCalls(self.budget_bytes, self.device, may_exceed=True)
 

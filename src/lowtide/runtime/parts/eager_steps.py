@@ -47,6 +47,10 @@ class EagerSteps:
         given_bytes = strided_bytes(tensors)
         self.grew, self._largest_bytes = given_bytes > self._largest_bytes, max(given_bytes, self._largest_bytes)
 
+    def are_outgrown(self, arguments: Any) -> bool:
+        """Whether these arguments are larger than those of the calls before, so that a step may take more than any of these."""
+        return 0 < self._largest_bytes < strided_bytes(structure.flatten(arguments)[0])
+
     def returned(self, result: Any) -> None:
         tell(result, self._in_backward)
 

@@ -75,16 +75,24 @@ class Parts(PartsInPlace):
 
     def online_bytes(self, arguments: Any) -> int | None:
         """The budget of the model, called with these ``arguments``, where none of it can be planned, its steps are its own, and
-        one exceeds it. One in percent is of the largest step; one in bytes holds at once where there is no submodule to try."""
+        one exceeds it. One in percent is of the largest step, which is seen without a budget; one in bytes holds at once where
+        there is no submodule to try."""
         if self._calls or (self.planned() and not self._is_hopeless):
             return None
         peak_bytes, at_once = self._eager.peak_bytes, not (self._has_any or is_percentage(self.shared.settings.given))
+        outgrown = self.are_outgrown(arguments)
         self._eager.given(arguments)
+        if outgrown:
+            return None
         tried = not self._has_any or self._is_hopeless or (self.are_none and not self.watch.calls)
         if not (tried and not self.backward.may_be and self._eager.are_its_own and (peak_bytes or at_once)):
             return None
         budget_bytes = self.shared.budget.of_plain(peak_bytes)
         return budget_bytes if peak_bytes > budget_bytes or at_once else None
+
+    def are_outgrown(self, arguments: Any) -> bool:
+        """Whether a budget in percent has to grow with these arguments of the model, once a step with them was seen."""
+        return is_percentage(self.shared.settings.given) and self._eager.are_outgrown(arguments)
 
     def ran(self, result: Any) -> None:
         self.shared.budget.fixed = not self._eager.grew and any(part.runs_again for part in self._parts.values())
