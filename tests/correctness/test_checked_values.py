@@ -171,6 +171,43 @@ def _dropped(x: torch.Tensor) -> torch.Tensor:
     return x if (torch.rand(2) < 0.5).any() else x * 2
 
 
+class _Stabilised(nn.Module):
+    """Recurrent layers that normalize their gates by what they hold, which is nothing in the first step, as those of xLSTM."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(2 * WIDTH, 3 * WIDTH) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for gate in self.gates:
+            held = weight = most = hidden = torch.zeros_like(x[0])
+            steps = []
+            for step in x:
+                given, kept, value = gate(torch.cat((step, hidden), 1)).chunk(3, 1)
+                kept = F.logsigmoid(kept) + most
+                most = given if torch.all(weight == 0) else torch.maximum(given, kept)
+                held = (kept - most).exp() * held + (given - most).exp() * value.tanh()
+                weight = (kept - most).exp() * weight + (given - most).exp()
+                hidden = held / weight
+                steps.append(hidden)
+            x = torch.stack(steps)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_checks_in_loops_go_as_in_the_step_or_the_layer_before(layers: int) -> None:
+    torch.manual_seed(0)
+    plain = _Stabilised(layers)
+    model = lowtide.rematerialize(copy.deepcopy(plain), (torch.randn(6, 64, WIDTH),), budget="60%")
+    for each in (plain, model):
+        for seed in range(3):
+            each(torch.randn(6, 64, WIDTH, generator=torch.Generator().manual_seed(seed))).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    runtime = runtime_of(model)
+    assert runtime is not None and runtime.parts is None
+    assert sum(map(len, runtime.entries.values())) == (2 if layers == 1 else 3)
+
+
 def test_a_check_that_goes_every_way_is_none() -> None:
     """It is a decision by random numbers: the model runs in parts, or is refused."""
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from lowtide.capture.python_state.guards.reads import Place, Read
 from lowtide.capture.python_state.paths import AttributePath
 from lowtide.capture.read_numbers import Variables
 from lowtide.capture.rehearsal import Effects
+from lowtide.capture.trace.expected import Answers
 from lowtide.objects.places import current
 
 
@@ -45,7 +46,7 @@ class Known:
     computed: frozenset[Place] = frozenset()
     bounds: Mapping[Place, Comparisons] = field(default_factory=dict)
     tried: frozenset[Place] = frozenset()
-    expected: tuple[bool, ...] | None = ()
+    expected: Answers | None = ()
     scalars: bool = True
     moved: bool = False
     items: bool = True

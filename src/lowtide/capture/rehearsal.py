@@ -73,7 +73,7 @@ def rehearse(
     outside: Sequence[Read] = (),
     compared: Collection[AttributePath] = (),
     left: Collection[AttributePath] = (),
-    expected: Sequence[bool] | None = (),
+    expected: Sequence[bool | None] | None = (),
     converting: Sequence[dict[str, Any]] | None = None,
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``reads``: what its code reads, and of that

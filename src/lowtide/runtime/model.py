@@ -18,6 +18,7 @@ from torch import nn
 from lowtide.budget import parse_budget
 from lowtide.capture import Captured
 from lowtide.capture.model_state import State
+from lowtide.capture.trace.expected import Answers
 from lowtide.capture.trace.writes import GradientRequiredError
 from lowtide.errors import CaptureError, InfeasibleBudgetError, NoGradientError, OnlineBudgetError
 from lowtide.memory.arena import Arena
@@ -185,7 +186,7 @@ class Rematerialized(Planned):
         return super()._entry(sample, inputs, state, tree)
 
     def _new_entry(
-        self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: tuple[bool, ...] | None = None
+        self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: Answers | None = None
     ) -> Entry | None:
         if self._runs_in_parts or key in self._apart or self._without_gradient[key] >= _MOST_WITHOUT_GRADIENT:
             return None

@@ -18,6 +18,7 @@ from lowtide.capture.model_state import NoShapeError, State
 from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.trace.classes import TRACED
+from lowtide.capture.trace.expected import Answers
 from lowtide.capture.trace.patches import replaced
 from lowtide.capture.trace.writes import GradientRequiredError
 from lowtide.cost.room import measured_within
@@ -186,7 +187,7 @@ class Planned(Programs):
     def _otherwise(self, entry: Entry, number: int, sample: Sample, inputs: list[torch.Tensor]) -> Entry | None:
         """For a call like those of ``entry`` but for the check of a value with this number: what runs it, from now on first."""
         expected, modules = entry.captured.contract.conditions.expected, list(self.model.modules())
-        wanted = (*expected[:number], not expected[number])
+        wanted = (*expected[:number], not expected[number], *[None] * (len(expected) - number - 1))
         found = next((one for one in self.entries.get(entry.key, ()) if one.goes(wanted, modules, inputs)), None)
         if found is None:
             found = self._unusual(entry.key, sample, inputs, wanted)
@@ -194,9 +195,7 @@ class Planned(Programs):
             self.entries[entry.key].sort(key=lambda one: one is not found)
         return found
 
-    def _unusual(
-        self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: tuple[bool, ...]
-    ) -> Entry | None:
+    def _unusual(self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: Answers) -> Entry | None:
         """A new program for a call whose first checks of values go like this; ``None`` where it has run apart."""
         why = self.unusual.why(key, expected)
         if not why:
@@ -302,7 +301,7 @@ class Planned(Programs):
         return found
 
     def _new_entry(
-        self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: tuple[bool, ...] | None = None
+        self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: Answers | None = None
     ) -> Entry | None:
         """A planned program for a call that none is known for; ``None`` where eager was asked for, or the online mode is
         there. ``expected``: how its first checks of values go, where that is why."""

@@ -21,6 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.capture.trace.classes import fake_of
 from lowtide.program.foreign import CHECKS
+from lowtide.program.source import user_source
 
 _ATEN = torch.ops.aten
 _EXPECTED = {
@@ -29,6 +30,7 @@ _EXPECTED = {
         (_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims, _ATEN.isnan.default, _ATEN.isinf.default), False
     ),
 }
+Answers = tuple[bool | None, ...]  # to the first questions of a call, and None where one is asked that nobody knows
 _LEAST = {_ATEN.min.default, _ATEN.amin.default}
 _MOST = {_ATEN.max.default, _ATEN.amax.default}
 _BELOW = {_ATEN.lt.Scalar, _ATEN.le.Scalar}
@@ -69,14 +71,19 @@ COMPARISONS: dict[Any, Callable[..., torch.Tensor]] = {
 
 class Expectations:
     """The answers that values are expected to give, in the order in which they are asked in a run of the model. ``known`` are
-    the first ones, as they were in a call; without it values are not to be expected at all."""
+    the first ones, as they were in a call; without it values are not to be expected at all. ``None`` stands for one that may
+    be asked for after these: it is as that one after the first in the same line was that came after most of the same answers,
+    which in a loop over steps are those of the step before, or of the layer before. There is an end to these, so that no loop
+    that goes on for as long as something holds is traced for ever."""
 
-    def __init__(self, known: Sequence[bool] | None) -> None:
+    def __init__(self, known: Sequence[bool | None] | None) -> None:
         self._known = known
-        self.answers: list[bool] = []
+        self.begin()
 
     def begin(self) -> None:
-        self.answers = []
+        self.answers: list[bool] = []
+        self._lines: list[str] = []  # in which they were asked for
+        self._alike: list[int] = []  # before each of them, and the same as before the next one
 
     def next_answer(self, value: Any) -> bool | None:
         """What a traced value that is asked for is; ``None`` where nobody can say."""
@@ -84,8 +91,18 @@ class Expectations:
         if usual is None or self._known is None or value.numel() != 1:
             return None
         number = len(self.answers)
-        self.answers.append(self._known[number] if number < len(self._known) else usual)
-        return self.answers[-1]
+        if number >= len(self._known):
+            self.answers.append(usual)
+            return self.answers[-1]
+        known, line = self._known[number], user_source()
+        if known is None:
+            there = [one for one in range(number) if self._lines[one] == line][1:]
+            known = self.answers[max(there, key=lambda one: (self._alike[one], one))] if there else usual
+        asked = zip(self._lines, self.answers, self._alike, strict=True)
+        self._alike = [0, *(alike + 1 if (at, answer) == (line, known) else 0 for at, answer, alike in asked)]
+        self._lines.append(line)
+        self.answers.append(known)
+        return known
 
 
 def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:

@@ -60,7 +60,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     the call's inputs."""
 
     def __init__(
-        self, sizes: SymbolicSizes | None = None, expected: Sequence[bool] | None = None, rehearses: bool = False
+        self, sizes: SymbolicSizes | None = None, expected: Sequence[bool | None] | None = None, rehearses: bool = False
     ) -> None:
         super().__init__(allow_non_fake_inputs=True, shape_env=None if sizes is None else sizes.begin())
         self.sizes = sizes

@@ -211,7 +211,7 @@ class Entry:
         """How many of the flat inputs are the model's."""
         return len(self.key[0])
 
-    def goes(self, expected: Sequence[bool], modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> bool:
+    def goes(self, expected: Sequence[bool | None], modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> bool:
         """Whether it is for a call whose first checks of values go like this."""
         goes = self.captured.contract.conditions.go(expected)
         return goes and any(one.hold(modules, inputs, {}) for one in self.conditions)

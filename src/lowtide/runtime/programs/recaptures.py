@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lowtide.capture import Captured, Known
+from lowtide.capture.trace.expected import Answers
 from lowtide.errors import CaptureError
 from lowtide.objects import structure
 from lowtide.objects.keys import fingerprint
@@ -132,7 +133,7 @@ class Recaptures:
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def unexpected(self, entries: Sequence[Entry], model: nn.Module, expected: tuple[bool, ...]) -> Iterator[None]:
+    def unexpected(self, entries: Sequence[Entry], model: nn.Module, expected: Answers) -> Iterator[None]:
         """Inside, a call is captured whose checks of values go like this, and otherwise in all of the ``entries``."""
         if len(entries) >= _MOST_UNEXPECTED:
             raise CaptureError(
@@ -198,15 +199,15 @@ class UnusualCalls:
     """Those of one module, which are no program."""
 
     def __init__(self) -> None:
-        self._why: dict[tuple[Signature, tuple[bool, ...]], str] = {}
+        self._why: dict[tuple[Signature, Answers], str] = {}
         self._calls: Counter[Signature] = Counter()
 
-    def why(self, key: Signature, expected: tuple[bool, ...]) -> str:
+    def why(self, key: Signature, expected: Answers) -> str:
         """Why there is no program for calls with this signature whose first checks go like this; empty where that is not
         known."""
         return self._why.get((key, expected), "")
 
-    def note(self, key: Signature, expected: tuple[bool, ...], why: str) -> None:
+    def note(self, key: Signature, expected: Answers, why: str) -> None:
         if len(self._why) >= _MOST_NOTED:
             self._why.clear()
             self._calls.clear()
