@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -31,6 +32,7 @@ from lowtide.capture.trace.fake import read_values
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods, wrapped
+from lowtide.capture.trace.selected import Selected, by_mask
 from lowtide.capture.trace.value_gradients import with_value_gradient
 from lowtide.capture.trace.writes import (
     GET_GRADIENT,
@@ -136,11 +138,16 @@ class TensorCalls(TakingNumbers):
         self._numbers = {id(one): number for number, one in numbered if number < known or not is_distributed(one)}
         self._early = set[int]()
         self._read = set[int]()  # ids
+        self._selected: list[weakref.ref[Selected]] = []
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         if self._early and (kind is None or issubclass(kind, Exception)):
             raise GradientRequiredError(self._early) from error
+        for one in self._selected if kind is None else ():
+            held = one()
+            if held is not None:  # by a result, say
+                raise held.why
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if id(func) in self.replaced:
@@ -154,7 +161,9 @@ class TensorCalls(TakingNumbers):
 
     def run(self, func: Any, args: Any, kwargs: Any, calling: FrameType) -> Any:
         made = super().run(func, self.numbers.indexing(func, args), kwargs, calling)
-        if not kwargs:
+        if isinstance(made, Selected):
+            self._selected.append(weakref.ref(made))
+        elif not kwargs:
             self.numbers.note_sum(func, args, made)
         return made
 
@@ -162,6 +171,9 @@ class TensorCalls(TakingNumbers):
         if self._requires(func, args, kwargs):
             return args[0] if func is torch.Tensor.requires_grad_ else None
         note(source=user_source(), casts=self.period(func, args, kwargs))
+        made = by_mask(func, args, kwargs)
+        if made is not NotImplemented:
+            return made
         if func in _VALUES and not isinstance(args[0], (FakeTensor, FunctionalTensor)):
             self.reads.note("values", args[0], "", current("values", args[0], ""), "the values of a constant tensor")
         if self._assigned.takes(func, args):

@@ -149,9 +149,15 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 with enable_python_dispatcher() if self.shape_env is not None else contextlib.nullcontext():
                     result = super().dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            if known is None:
-                raise _unanswerable(func) from error
-            result = self._concrete_result(func, known)
+            if known is not None:
+                result = self._concrete_result(func, known)
+            elif (
+                func is _ATEN.nonzero.default and self.rehearses
+            ):  # of a mask that the trace goes without (``selected``)
+                with self:
+                    return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+            else:
+                raise unanswerable(func) from error
         if known is not None:
             return result
         if func in fakes.NORMS:
@@ -181,7 +187,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             answer = flag_of(args[0]) if self.rehearses else None
             answer = self.expectations.next_answer(args[0]) if self.rehearses and answer is None else answer
             if answer is None:
-                raise _unanswerable(func)
+                raise unanswerable(func)
             return answer
         real = self.values.of(known)
         if known.depends_on_input:
@@ -193,7 +199,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """The result of an operator whose shape depends on known data: the shape becomes a question."""
         real = self.values.of(known)
         if not isinstance(real, torch.Tensor):
-            raise _unanswerable(func)
+            raise unanswerable(func)
         shape = real.shape if self.sizes is None or not known.positions() else self.sizes.selected(real, known)
         with self:  # each time it is asked for anew, as the real one is
             fake = torch.empty_strided(shape, in_symbols(shape, real.stride()), dtype=real.dtype, device=real.device)
@@ -207,7 +213,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         longest = torch.ops.aten.max.default
         known = self._known_result(longest, (args[3],), {})
         if known is None:
-            raise _unanswerable(_ATEN._ctc_loss.Tensor)
+            raise unanswerable(_ATEN._ctc_loss.Tensor)
         longest_target = int(self.values.of(known))
         if known.depends_on_input:
             self._remember(known, "item", longest_target)
@@ -332,7 +338,7 @@ def _small_factory(args: Sequence[Any]) -> bool:
     return not args or not isinstance(args[0], (list, tuple)) or math.prod(args[0]) <= _MAXIMUM_ELEMENTS
 
 
-def _unanswerable(func: Any) -> CaptureError:
+def unanswerable(func: Any) -> CaptureError:
     source = user_source()
     place = f" at {source}" if source else ""
     return CaptureError(
