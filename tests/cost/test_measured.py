@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from lowtide.capture import capture
 from lowtide.cost import CostCache, analytical_costs, measure_costs, measured, timing
 from lowtide.cost.room import measured_within
 from lowtide.cost.signature import signature
@@ -319,6 +321,18 @@ def test_operators_that_there_is_no_room_for_do_not_run(at_other_sizes: bool, mo
     assert allocation_peak(measuring)[0] < 10_000
     assert found[0].storage_bytes.tolist() == [0, 40000, 800]
     assert found[0].workspace_bytes.tolist() == [16, 0, 12]  # 16 is the estimate
+
+
+def test_recurrent_layers_run_whatever_room_there_seems_to_be() -> None:
+    """It seems to be less than there is: only what runs says how much it keeps for the backward pass."""
+    program = capture(torch.nn.LSTM(16, 32, bidirectional=True), (torch.randn(20, 4, 16),)).program
+    freely = measure_costs(program, cache=CostCache(None))
+    with measured_within(lambda _: 1):
+        within = measure_costs(program, cache=CostCache(None))
+    recurrent = ["mkldnn_rnn_layer" in signature(program, op.id) for op in program.graph.ops]
+    assert sum(recurrent) == 4
+    assert np.array_equal(freely.workspace_bytes[recurrent], within.workspace_bytes[recurrent])
+    assert freely.storage_bytes.sum() == within.storage_bytes.sum()
 
 
 def test_no_memory_is_kept() -> None:
