@@ -188,8 +188,7 @@ class Programs:
             one.lowered = lowered(one.program, one.plan, one.arena)
 
     def _search(self, entry: Entry) -> None:
-        of = entry.program, entry.plan.costs, entry.plan.budget_bytes
-        self.improving.add(entry, plan_request(*of, self.settings))
+        self.improving.add(entry, plan_request(entry.program, entry.plan.costs, entry.plan.budget_bytes, self.settings))
 
     def _arena(self, program: Program) -> Arena | None:
         """The one of all programs on that device, where there is to be one."""
