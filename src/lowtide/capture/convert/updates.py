@@ -46,9 +46,9 @@ class Updates:
         self.builder, self.value_of = builder, value_of
         self.kept: dict[int, int] = {}
         self.once: set[fx.Node] = set()
-        self._external = {n.meta["role"].number: n for n in value_of if isinstance(n.meta["role"], Input)}
-        self._written = {self._external[role.input]: n for role, n in roles.items() if isinstance(role, Written)}
-        self._targets = {given: value_of[given] for given in self._written}
+        given = {n.meta["role"].number: n for n in value_of if isinstance(n.meta["role"], Input)}
+        self._written = {given[role.input]: n for role, n in roles.items() if isinstance(role, Written)}
+        self._targets = {one: value_of[one] for one in self._written}
         self._forward, self._backward = forward, frozenset(backward)
         self._results = [node for node in roles.values() if isinstance(node, fx.Node)]
         self._returned = {storage_of(node) for node in self._results}
