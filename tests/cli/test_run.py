@@ -11,7 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from lowtide.integrations import roots, scripts
 
 SCRIPTS = Path(__file__).parent / "scripts"
 IGNORED = ["ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"]  # the trainers' own
+AsAlone = Callable[[list[str], list[str]], tuple[str, str, dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
@@ -60,20 +61,20 @@ def _run(options: list[str], words: list[str], tmp_path: Path) -> tuple[int, dic
     return code, json.loads(report.read_text())
 
 
-def _as_alone(
-    options: list[str],
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> tuple[str, str, dict[str, Any]]:
-    """What a script prints with and without lowtide, what lowtide says beside it, and the summary."""
-    expected = _alone(words, monkeypatch, capsys)
-    code, summary = _run(options, words, tmp_path)
-    printed, said = capsys.readouterr()
-    assert code == 0, said
-    assert printed == expected
-    return expected, said, summary
+@pytest.fixture
+def as_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> AsAlone:
+    """What a script, with options for ``lowtide run``, prints with and without lowtide, what lowtide says beside it, and the
+    summary."""
+
+    def compared(options: list[str], words: list[str]) -> tuple[str, str, dict[str, Any]]:
+        expected = _alone(words, monkeypatch, capsys)
+        code, summary = _run(options, words, tmp_path)
+        printed, said = capsys.readouterr()
+        assert code == 0, said
+        assert printed == expected
+        return expected, said, summary
+
+    return compared
 
 
 def _model(summary: dict[str, Any], name: str) -> dict[str, Any]:
@@ -99,15 +100,10 @@ def test_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "6 of 6" in said
 
 
-def test_several_roots_of_a_module(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_several_roots_of_a_module(caplog: pytest.LogCaptureFixture, as_alone: AsAlone) -> None:
     """Two models by turns are planned; what does not train is not found; what cannot be planned runs, and is named."""
     words = ["-m", "package.gan", "--steps", "3"]
-    _, _, summary = _as_alone(["--budget", "80%"], words, tmp_path, monkeypatch, capsys)
+    _, _, summary = as_alone(["--budget", "80%"], words)
     assert [model["model"] for model in summary["models"]] == ["Generator", "Discriminator", "Scale"]
     for name, calls in (("Generator", 3), ("Discriminator", 9)):
         model = _model(summary, name)
@@ -118,11 +114,9 @@ def test_several_roots_of_a_module(
     assert caplog.text.count("Scale runs without a plan") == 1
 
 
-def test_models_that_are_called_before_they_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_that_are_called_before_they_train(as_alone: AsAlone) -> None:
     """Plans are of what trains, within a percentage of what that takes."""
-    _, _, summary = _as_alone(["--budget", "75%"], ["probed.py", "1024"], tmp_path, monkeypatch, capsys)
+    _, _, summary = as_alone(["--budget", "75%"], ["probed.py", "1024"])
     assert [model["model"] for model in summary["models"]] == ["Sequential", "Lazy", "Probed"]
     for name in ("Lazy", "Probed"):
         model = _model(summary, name)
@@ -142,7 +136,7 @@ def test_a_percentage_that_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_a_larger_call_that_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_alone: AsAlone
 ) -> None:
     """Runs without a plan where it is little, and ends the script else."""
     script = tmp_path / "grows.py"
@@ -165,7 +159,7 @@ def test_a_larger_call_that_does_not_fit(
         "    loss.backward()\n"
         "    print(loss.item().hex())\n"
     )
-    expected, said, summary = _as_alone(["--budget", "60%"], [str(script)], tmp_path, monkeypatch, capsys)
+    expected, said, summary = as_alone(["--budget", "60%"], [str(script)])
     chain = _model(summary, "Chain")
     assert (chain["planned_calls"], chain["calls"]) == (2, 5)
     assert "more than 60% of its pass, but little" in chain["outside"]
@@ -177,9 +171,7 @@ def test_a_larger_call_that_does_not_fit(
     assert "lowtide: Chain: planner auto found no schedule" in said and "--skip Chain" in said
 
 
-def test_a_model_of_which_nothing_can_be_freed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_which_nothing_can_be_freed(tmp_path: Path, as_alone: AsAlone) -> None:
     """A percentage of its pass ends no script: gradients of its parameters are most of what that takes."""
     script = tmp_path / "critic.py"
     script.write_text(
@@ -192,14 +184,12 @@ def test_a_model_of_which_nothing_can_be_freed(
         "    loss.backward()\n"
         "    print(loss.item().hex())\n"
     )
-    _, _, summary = _as_alone(["--budget", "60%"], [str(script)], tmp_path, monkeypatch, capsys)
+    _, _, summary = as_alone(["--budget", "60%"], [str(script)])
     assert "plans could free no more than" in _model(summary, "Sequential")["outside"]
     assert main(["run", "--budget", "1MiB", str(script)]) == 3  # bytes are what there is
 
 
-def test_a_model_that_grows_at_equal_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_grows_at_equal_arguments(tmp_path: Path, as_alone: AsAlone) -> None:
     """Is planned when its passes have become much larger: by a number among its arguments, or as its layers are thawed."""
     script = tmp_path / "progressive.py"
     script.write_text(
@@ -227,7 +217,7 @@ def test_a_model_that_grows_at_equal_arguments(
         "    loss.backward()\n"
         "    print(loss.item().hex())\n"
     )
-    _, _, summary = _as_alone(["--budget", "60%"], [str(script)], tmp_path, monkeypatch, capsys)
+    _, _, summary = as_alone(["--budget", "60%"], [str(script)])
     for name in ("Growing", "Growing (2)"):
         model = _model(summary, name)
         assert (model["planned_calls"], model["calls"], model["outside"]) == (2, 5, "")
@@ -236,11 +226,9 @@ def test_a_model_that_grows_at_equal_arguments(
 
 @pytest.mark.parametrize(("script", "module"), [("trainer", "transformers"), ("lightning", "pytorch_lightning")])
 @pytest.mark.filterwarnings(*IGNORED)
-def test_trainers(
-    script: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trainers(script: str, module: str, as_alone: AsAlone) -> None:
     pytest.importorskip(module)
-    _, _, summary = _as_alone(["--budget", "60%"], [f"{script}.py"], tmp_path, monkeypatch, capsys)
+    _, _, summary = as_alone(["--budget", "60%"], [f"{script}.py"])
     first = summary["models"][0]
     assert first["planned_calls"] == first["calls"] > 5
     assert (
@@ -249,9 +237,7 @@ def test_trainers(
 
 
 @pytest.mark.filterwarnings(*IGNORED)
-def test_arguments_that_are_sparse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_that_are_sparse(tmp_path: Path, as_alone: AsAlone) -> None:
     """Their sizes tell whether a later call is a larger one."""
     script = tmp_path / "graph.py"
     script.write_text(
@@ -273,7 +259,7 @@ def test_arguments_that_are_sparse(
         "    loss.backward()\n"
         "    print(loss.item().hex())\n"
     )
-    _, _, summary = _as_alone(["--budget", "80%"], [str(script)], tmp_path, monkeypatch, capsys)
+    _, _, summary = as_alone(["--budget", "80%"], [str(script)])
     assert _model(summary, "Graph")["planned_calls"] >= 2
 
 
@@ -333,7 +319,7 @@ def test_compiled_and_saved_models(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.filterwarnings(*IGNORED)
 def test_wrapped_copied_and_checkpointed_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_alone: AsAlone
 ) -> None:
     """The model inside DistributedDataParallel is planned, and one that checkpoints itself; not ever new copies."""
     monkeypatch.setattr(roots, "_MOST_GONE", 2)
@@ -358,7 +344,7 @@ def test_wrapped_copied_and_checkpointed_models(
         "    gc.collect()\n"
         "dist.destroy_process_group()\n"
     )
-    _, _, summary = _as_alone(["--budget", "100%"], [str(script)], tmp_path, monkeypatch, capsys)
+    _, _, summary = as_alone(["--budget", "100%"], [str(script)])
     net, checked, *copies = summary["models"]
     assert (net["model"], net["planned_calls"], net["calls"]) == ("Net", 5, 5)
     assert (checked["model"], checked["planned_calls"], checked["calls"]) == ("Checked", 5, 5)
