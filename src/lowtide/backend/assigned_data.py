@@ -15,17 +15,12 @@ from lowtide.program.layouts import memory_of
 def write_assigned_data(module: fx.GraphModule) -> None:
     """Have the graph write into parameters and buffers what it assigns to their ``.data``."""
     nodes = list(module.graph.nodes)
+    assignments = [node for node in nodes if _assigns(node)]
+    if not assignments:
+        return
     place = {node: number for number, node in enumerate(nodes)}
     memory = {node: _memory(node) for node in nodes}
-    for node in nodes:
-        users = list(node.users)
-        if (
-            node.target is not torch.Tensor.set_
-            or len(node.args) != 2
-            or len(users) != 1
-            or not _lowers_version(users[0])
-        ):
-            continue
+    for node in assignments:
         target, value = (one.meta["example_value"] for one in node.args)
         alike = (target.dtype, target.shape, target.stride()) == (value.dtype, value.shape, value.stride())
         parameter, assigned = node.args
@@ -38,8 +33,8 @@ def write_assigned_data(module: fx.GraphModule) -> None:
             continue
         with module.graph.inserting_before(node):
             module.graph.call_function(_write, node.args)
-        module.graph.erase_node(users[0])
-        module.graph.erase_node(node)
+        for one in (*node.users, node):
+            module.graph.erase_node(one)
     module.recompile()
 
 
@@ -48,8 +43,11 @@ def _memory(node: fx.Node) -> int | None:
     return memory_of(value) if isinstance(value, torch.Tensor) else None
 
 
-def _lowers_version(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "_lower_version_count_by_1" and not node.users
+def _assigns(node: fx.Node) -> bool:
+    """Whether it gives a tensor the memory of another one, and nothing but the version is taken back of what it returns."""
+    users = list(node.users)
+    alone = node.target is torch.Tensor.set_ and len(node.args) == 2 and len(users) == 1 and not users[0].users
+    return alone and getattr(users[0].target, "__name__", "") == "_lower_version_count_by_1"
 
 
 def _write(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -61,9 +61,9 @@ class Lowered:
     them, ``reads_again`` those that operators of the forward pass read again in it, and ``reads_outputs`` the forward outputs
     that it reads; ``reads_constants`` are the constants that the forward pass reads, each with whether the backward pass does.
     ``at_once`` are the flat inputs that it updates in the midst of its forward pass, ``unseen`` all that it updates without a
-    new version.
-    ``inner`` are forward outputs that others are computed from. ``addresses``: where what is allocated goes, if there is an
-    arena: reserved before a pass; whoever resumes the generator ends the latest operator (``AddressTable.end``).
+    new version, but for running statistics, which nothing computes with again. ``inner`` are forward outputs that others are
+    computed from. ``addresses``: where what is allocated goes, if there is an arena: reserved before a pass; whoever resumes
+    the generator ends the latest operator (``AddressTable.end``).
     """
 
     program: Program
@@ -321,6 +321,7 @@ class _Generator:
         exec(compile(source, filename, "exec"), self.namespace)
         after, again = self._storages(self._reads_after(but=_AS_IT_IS)), self._reads_after(again=True)
         last, at_once, unseen = updated(self.program)
+        buffers = range(self.program.parameters, len(self.program.state_names))
         storages = [(i, self.graph.values[v].storage) for i, v in enumerate(self.program.inputs) if v is not None]
         outputs = enumerate(self.graph.forward_outputs)
         numbers = defaultdict[int, Iterator[int]](itertools.count)
@@ -338,7 +339,9 @@ class _Generator:
             reads_constants=constants_read(self.program, after),
             reads_outputs=tuple(i for i, value in outputs if self.graph.values[value].storage in after),
             at_once=tuple(i for i, storage in storages if storage in at_once),
-            unseen=tuple(i for i, storage in storages if storage in unseen),
+            unseen=tuple(
+                i for i, storage in storages if storage in unseen and (i not in buffers or storage in at_once)
+            ),
             inner=inner_outputs(self.program),
             addresses=self.addresses,
         )

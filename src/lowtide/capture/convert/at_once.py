@@ -42,13 +42,11 @@ def at_once(
     groups: dict[frozenset[int], list[fx.Node]] = {}  # by what has to be kept
     for given, chain in chains.items():
         groups.setdefault(graph.kept_after(chain.readers), []).append(given)
-    worth = [
-        given
-        for kept, group in groups.items()
-        for given in group
-        if sum(map(graph.bytes_of.__getitem__, kept)) <= sum(map(_bytes_of, group))
-    ]
-    return {given: chains[given] for given in worth}
+    found: dict[fx.Node, Chain] = {}
+    for kept, group in groups.items():
+        if sum(map(graph.bytes_of.__getitem__, kept)) <= sum(map(_bytes_of, group)):
+            found.update((given, chains[given]) for given in group)
+    return found
 
 
 class _Forward:

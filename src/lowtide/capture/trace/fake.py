@@ -151,10 +151,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if known is not None:
                 result = self._concrete_result(func, known)
-            elif (
-                func is _ATEN.nonzero.default and self.rehearses
-            ):  # of a mask that the trace goes without (``selected``)
-                with self:
+            elif func is _ATEN.nonzero.default and self.rehearses:
+                with self:  # of a mask that the trace goes without (``selected``)
                     return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
             else:
                 raise unanswerable(func) from error
