@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.dynamic import foresight, habits, statistics
+from lowtide.dynamic.cycles import Cycle, CycleGraph, graph_of
 from lowtide.dynamic.executor import Executor
 from lowtide.dynamic.run import OnlineRun
+from lowtide.planning import Plan
+from lowtide.planning.cache import PlanRequest
+from lowtide.solve import Problem, solve
 from tests.support.wide import is_wide, pairs, seeds
 
 WIDTH, DEPTH = 64, 6
@@ -126,6 +131,35 @@ def test_what_repeats_is_planned_and_followed(options: dict[str, float], share: 
     assert all(map(torch.equal, left, ours.state))
 
 
+@pytest.mark.parametrize("options", [{}, {"norm": True}], ids=str)
+def test_what_operators_take_is_known_though_memory_was_short(
+    options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what was computed again for them counts, nor that more went than they needed."""
+    graphs: list[CycleGraph] = []
+
+    def noted(cycle: Cycle) -> CycleGraph:
+        graphs.append(graph_of(cycle))
+        return graphs[-1]
+
+    monkeypatch.setattr(habits, "graph_of", noted)
+    peaks = []
+    for share in (0.9, 0.5, 0.35):
+        program = _Program(**options)
+        _peak(program)
+        peak_bytes = lowtide.measure(program.step, 1).peak_bytes
+        session = lowtide.online(int(share * peak_bytes), planning="wait")
+        first = _statistics(session, lambda: program.step(1))  # noqa: B023
+        assert first.evictions > 0
+        for number in (2, 3):
+            _statistics(session, lambda: program.step(number))  # noqa: B023
+        keeping = [solve(Problem(one.graph, one.costs, sys.maxsize), "keep-all") for one in graphs]
+        peaks.append(max(one.peak_bytes for one in keeping))
+        graphs.clear()
+    assert 0.95 * peak_bytes < peaks[0] <= peak_bytes
+    assert set(peaks) == {peaks[0]}
+
+
 def test_a_plan_that_takes_far_longer_is_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(habits, "_NOTICED_NS", 0)
     budget = int(0.45 * _peak(_Program()))
@@ -185,6 +219,38 @@ def test_plans_get_better_in_the_background(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < better.evictions == better.planned_evictions
     assert better.rematerialize_ns <= first.rematerialize_ns
     assert better.peak_bytes <= budget
+
+
+@pytest.mark.usefixtures("slow_rules")
+def test_where_none_is_found_at_once_a_first_plan_comes_before_better_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Search(habits.BackgroundSearch[habits.Guide]):
+        def __init__(self, request: PlanRequest, plan: Plan | None, *arguments: Any) -> None:
+            super().__init__(request, plan, *arguments)
+            asked.append((request.planner, plan, self))
+
+    monkeypatch.setattr(habits, "BackgroundSearch", Search)
+    program = _Program(norm=True)
+    _peak(program)
+    budget = int(0.3 * lowtide.measure(program.step, 1).peak_bytes)
+    session = lowtide.online(budget)
+    ruled = [_statistics(session, lambda n=n: program.step(n)) for n in range(4)]  # type: ignore[misc]
+    assert not any(one.followed for one in ruled)
+    ((planner, plan, search),) = asked
+    assert (planner, plan) == ("auto{effort=1}", None)
+    assert search.wait(120)
+    first = _statistics(session, lambda: program.step(4))
+    assert 0 < first.evictions == first.planned_evictions
+    assert first.rematerialize_ns < min(one.rematerialize_ns for one in ruled)
+    planner, plan, search = asked[1]
+    assert planner == "auto"
+    assert plan is not None
+    assert search.wait(120)
+    better = _statistics(session, lambda: program.step(5))
+    assert better.rematerialize_ns <= first.rematerialize_ns
+    assert max(first.peak_bytes, better.peak_bytes) <= budget
+    assert len(asked) == 2
 
 
 def test_shapes_each_have_a_plan_of_their_own() -> None:

@@ -182,7 +182,7 @@ def _forked() -> None:
     _LOCK = threading.RLock()
     if _run is not None:
         _run.memory.lock = threading.RLock()
-        _run.engine.foresight = _run.memory.on_release = None
+        _run.engine.foresight = _run.memory.on_release = _run.memory.on_eviction = None
         _run.executor.hold(None)
 
 

@@ -78,10 +78,7 @@ class Engine:
         memory = self.memory
         if memory.dead:
             memory.release_dead()
-        unread: tuple[int, ...] = ()
-        if operator.statistics is not None:  # written and never read in training, read and never written otherwise
-            positions, flag = operator.statistics
-            unread = positions if len(args) > flag and args[flag] else ()
+        unread = operator.unread(args) if operator.statistics is not None else ()
         call, reads = self._recorded(operator, args, kwargs, unread)
         node = current_node()
         # Contexts in each other see an operator one after the other.
@@ -101,6 +98,8 @@ class Engine:
                 targets = self._nodes_in(values_at(writes, args, kwargs))
                 version = self._supersede(call, needs, targets, superseded)
             memory.started = len(memory.locked)
+            if foresight is not None:
+                foresight.starts()
             result, cost_ns = self.executor.run(operator, args, kwargs)
             if call.draw is not None and operator.with_generator(len(args)) is not None:
                 call.draw.drawn()

@@ -90,7 +90,12 @@ class Foresight:
             self._recognize(cycle, place)
             self._act(place)
         if cycle.watched:
-            self._watcher.begin(cycle)
+            cycle.other_bytes.append(self.memory.meter.level_bytes - self.memory.pool.bytes - cycle.constant_bytes)
+
+    def starts(self) -> None:
+        """It starts to run: what it reads is there."""
+        if self._counted and self._cycle is not None and self._cycle.watched:
+            self._watcher.begin()
 
     def after(self, operator: Operator, reads: Iterable[Node], made: Sequence[Node], cost_ns: int) -> None:
         """It has run, and ``made`` these storages, versions of storages among them."""
@@ -110,6 +115,9 @@ class Foresight:
     def released(self, node: Node) -> None:
         if self._cycle is not None and self._cycle.watched:
             self._cycle.release(node)
+
+    def evicted(self, node: Node) -> None:
+        self._watcher.evicted(node.size_bytes)
 
     def close(self) -> None:
         """The run ends: whoever ends it brings back what is held, and asks to ``learn`` once that is done."""
@@ -202,28 +210,41 @@ class Foresight:
 
 
 class _Watcher:
-    """How much memory an operator takes, and what else there is."""
+    """How much memory an operator takes: the most that was allocated above the level at its start, had nothing been evicted
+    meanwhile."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self._window: PeakWindow | None = None
-        self._evicted_bytes = 0
+        self._window: PeakWindow | None = None  # since the last eviction
+        self._start_bytes = self._evicted_bytes = self._peak_bytes = 0
 
-    def begin(self, cycle: Cycle) -> None:
-        """An operator of this cycle comes next."""
+    def begin(self) -> None:
+        """An operator starts to run."""
         self.forget()
-        self._evicted_bytes = self.memory.counters.evicted_bytes
-        cycle.other_bytes.append(self.memory.meter.level_bytes - self.memory.pool.bytes - cycle.constant_bytes)
         self._window = PeakWindow(self.memory.meter)
+        self._start_bytes = self._window.start_bytes
+
+    def evicted(self, size_bytes: int) -> None:
+        if self._window is not None:
+            self._note(self._window)
+            self._evicted_bytes += size_bytes
+            self._window = PeakWindow(self.memory.meter)
 
     def end(self) -> int:
-        """The peak above the level at its start, with what was evicted meanwhile."""
+        """The operator has run: the peak."""
         assert self._window is not None
-        peak_bytes = self._window.peak_bytes + self.memory.counters.evicted_bytes - self._evicted_bytes
+        self._note(self._window)
+        peak_bytes = self._peak_bytes
         self.forget()
         return peak_bytes
+
+    def _note(self, window: PeakWindow) -> None:
+        above_bytes = window.start_bytes - self._start_bytes + window.peak_bytes
+        self._peak_bytes = max(self._peak_bytes, above_bytes + self._evicted_bytes)
+        window.close()
 
     def forget(self) -> None:
         if self._window is not None:
             self._window.close()
             self._window = None
+        self._evicted_bytes = self._peak_bytes = 0

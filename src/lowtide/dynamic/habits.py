@@ -19,7 +19,7 @@ from lowtide.solve import greedy_within
 
 _LOG = logging.getLogger(__name__)
 PLANNING = ("background", "wait", "never")
-_WAITED, _BETTER = "auto{effort=1}", "auto"
+_FIRST, _BETTER = "auto{effort=1}", "auto"
 _AT_ONCE = 1500  # operators: a longer cycle has no plan before a search in the background has found one
 _MOST_PLANS, _MOST_SEEN, _MOST_ROOMS, _MOST_WAITING = 64, 4096, 4, 16
 _UNUSED = 256  # cycles, after which another one may have the place of a plan
@@ -78,13 +78,15 @@ class Searches:
             one, search = self._current
             ended = search.ended
             one.take(search.take())
-            self._current = None if ended else self._current
+            if ended:
+                self._current = None
+                self._waiting += one.further(search.plan)
         while self._current is None and self._waiting:
             one = self._waiting.pop()
             if not any(one.known is each for each in known):
                 continue
             try:
-                self._current = one, BackgroundSearch(one.request, one.plan, functools.partial(Guide.of, one.cycle))
+                self._current = one, one.begin()
             except OSError as error:
                 _LOG.warning("no search for a better plan can be started (%s); the plan in force stays", error)
 
@@ -105,6 +107,16 @@ class _Search:
     rebuild_ns: int
     plan: Plan | None = None
     guide: Guide | None = None
+
+    def begin(self) -> BackgroundSearch[Guide]:
+        """Where there is no plan yet, for one that is found soon."""
+        request = self.request if self.plan is not None else replace(self.request, planner=_FIRST)
+        return BackgroundSearch(request, self.plan, functools.partial(Guide.of, self.cycle))
+
+    def further(self, plan: Plan | None) -> list[_Search]:
+        """What follows where it has ended with this plan: the search for better ones than the first."""
+        is_first = self.plan is None and plan is not None
+        return [replace(self, plan=plan)] if is_first else []
 
     def take(self, guide: Guide | None) -> None:
         """Put this plan in the place of the one before, if it is worth following."""
@@ -205,7 +217,7 @@ def _plan_at_once(request: PlanRequest) -> Plan | None:
 
 def _waited_plan(request: PlanRequest) -> Plan | None:
     try:
-        return replace(request, planner=_WAITED).make()
+        return replace(request, planner=_FIRST).make()
     except InfeasibleBudgetError as error:
         _LOG.info("a cycle has no plan: %s", error)
         return None

@@ -41,9 +41,9 @@ class Memory:
 
     Whoever reads or changes it holds ``lock``. ``policy``: under "banish", what the program released is forgotten as soon as
     nothing evicted needs it; under "ignore", it is kept until it is evicted. ``recorder``: told of every storage that the
-    program let go, as ``on_release`` is. ``limit_bytes``: on the level of ``meter``, ``None`` for no limit. ``refusal``: the
-    last allocation that was refused (none where it ``may_exceed`` the limit, but the log says so); ``interruption``: what was
-    raised while room was made for one, where C++ cannot carry it.
+    program let go, as ``on_release`` is, and ``on_eviction`` of each that was evicted. ``limit_bytes``: on the level of
+    ``meter``, ``None`` for no limit. ``refusal``: the last allocation that was refused (none where it ``may_exceed`` the limit,
+    but the log says so); ``interruption``: what was raised while room was made for one, where C++ cannot carry it.
     """
 
     def __init__(self, pool: Pool, meter: Meter, policy: str, recorder: Recorder | None, may_exceed: bool) -> None:
@@ -54,6 +54,7 @@ class Memory:
         self.recorder = recorder
         self.may_exceed, self._said = may_exceed, False
         self.on_release: Callable[[Node], None] | None = None
+        self.on_eviction: Callable[[Node], None] | None = None
         self.limit_bytes: int | None = None
         self.refusal: Refusal | None = None
         self.interruption: BaseException | None = None
@@ -117,8 +118,7 @@ class Memory:
         if storage is not None and node.handle is None:
             self.own(node, storage)
         self.pool.enter(node)
-        if self.ignore:
-            node.kept = storage
+        node.kept = storage if self.ignore else node.kept
 
     def lock_all(self, needs: Iterable[Node]) -> tuple[Node, ...]:
         """An operator that needs these is under way: they stay until ``unlock_last``."""
@@ -178,10 +178,9 @@ class Memory:
         """Empty the storage that the heuristic chooses; false where none can go."""
         began = statistics.now_ns()
         node = self._victim()
-        if node is None:
-            return False
-        self._evict_counted(node, began)
-        return True
+        if node is not None:
+            self._evict_counted(node, began)
+        return node is not None
 
     def evict_planned(self, node: Node) -> None:
         """Empty the storage, since a plan says so."""
@@ -190,13 +189,14 @@ class Memory:
 
     def _evict_counted(self, node: Node, began_ns: int) -> None:
         self.evict(node)
+        if self.on_eviction is not None:
+            self.on_eviction(node)
         self.counters.evictions += 1
         self.counters.evicted_bytes += node.size_bytes
         self.counters.evict_ns += statistics.now_ns() - began_ns
 
     def _victim(self) -> Node | None:
-        if self.dead:
-            self.release_dead()
+        self.release_dead()
         intermediate = next((node for node in self.intermediates if not node.locks), None)
         chosen = intermediate or self._preferred()
         if chosen is None and self.release_constants(thorough=True):

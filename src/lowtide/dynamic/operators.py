@@ -97,6 +97,11 @@ class Operator:
         self.once = overload.namespace not in _FUNCTIONS
         self.statistics = _UPDATES_STATISTICS.get(name)
 
+    def unread(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Positions that are written and never read: statistics in training, which are read and not written otherwise."""
+        positions, flag = self.statistics or ((), 0)
+        return positions if len(args) > flag and args[flag] else ()
+
     def with_generator(self, given: int) -> Operator | None:
         """The form that takes a keyword ``generator`` beside ``given`` arguments without names, if there is one."""
         form = form_with_generator(self.overload, given)

@@ -146,7 +146,8 @@ class OnlineRun:
                 self.patches.threads_aside,
                 device_threads=self.device.type != "cpu",
             )
-            self.engine.foresight, self.memory.on_release = foresight, foresight.released
+            self.engine.foresight = foresight
+            self.memory.on_release, self.memory.on_eviction = foresight.released, foresight.evicted
 
     def mode_inside(self) -> OnlineMode | None:
         """For a thread that the calling one starts."""

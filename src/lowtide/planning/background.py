@@ -63,6 +63,11 @@ class BackgroundSearch(Generic[Prepared]):
         """Whether nothing better will come; ``take`` may have the last plan still."""
         return self._listener.ended
 
+    @property
+    def plan(self) -> Plan | None:
+        """The best so far."""
+        return self._listener.plan
+
     def take(self) -> Prepared | None:
         """What has been prepared since the last time, if anything has; never waits."""
         listener = self._listener
