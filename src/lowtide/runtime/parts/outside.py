@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,12 +64,12 @@ class OutsideCall:
 
 
 class OutsideWatch:
-    """The calls of one step, outermost first."""
+    """The calls of one step, outermost first. ``again_ns``: what those took that will run again, by their first run."""
 
     def __init__(self, shared: SharedBudget) -> None:
         self.shared = shared
         self.calls: list[OutsideCall] = []
-        self._steps = 0
+        self.again_ns = self._steps = 0
         self._open: list[OutsideCall] = []
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # to calls that have ended, by memory
 
@@ -99,6 +100,14 @@ class OutsideWatch:
             one.kept_bytes = max(self._level() - before, 0)
             one.held_bytes = one.kept_bytes + planned
 
+    @contextlib.contextmanager
+    def runs_again(self) -> Iterator[None]:
+        """Inside, a submodule runs for the first time that will run again in the backward pass."""
+        self._begin()
+        began = time.perf_counter_ns()
+        yield
+        self.again_ns += time.perf_counter_ns() - began
+
     def differentiated(self) -> None:
         """A backward pass that is differentiated in turn has come to what was called."""
         for one in self._open:
@@ -107,7 +116,7 @@ class OutsideWatch:
     def _begin(self) -> None:
         """Anew in each step."""
         if self._steps != self.shared.steps:
-            self._steps, self.calls, self._given = self.shared.steps, [], {}
+            self._steps, self.calls, self._given, self.again_ns = self.shared.steps, [], {}, 0
 
     def _was_given(self, memory: int) -> bool:
         """Whether a call before was given what has this memory, and it is still there."""

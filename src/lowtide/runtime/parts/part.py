@@ -99,7 +99,7 @@ class Part(SharingForward):
             return self.original_forward(*args, **kwargs)
         self.runs_again = self.runs_again or self._would_exceed()
         if self.runs_again:
-            with self.parts.paused():
+            with self.parts.paused(), self.parts.watch.runs_again():
                 return self._recomputation.run(self.model, self.original_forward, args, kwargs, self.shared.in_backward)
         alone = self.parts.paused() if self.is_alone else contextlib.nullcontext()
         self._seen_outside = True
