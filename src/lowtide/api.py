@@ -52,7 +52,7 @@ def rematerialize(
     offload_budget: int | str | None = None,
     rescue: bool = True,
     chunked_loss: bool = False,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     keep_gradients: bool = False,
     in_flight: int = 1,
 ) -> Model:
@@ -82,7 +82,8 @@ def rematerialize(
         offload_budget: Bytes that may be there at one time for a pass, by default all that are free.
         rescue: A pass that runs out of memory all the same runs again within a lower budget, said in the log.
         chunked_loss: Logits and their cross-entropy in pieces: never there as a whole, and sums not equal to the bit.
-        optimizer: Updates parameters inside of the backward pass, so that gradients go at once; the loop stays as it is.
+        optimizer: Updates parameters inside of the backward pass, so that gradients go at once; the loop stays as it is. A
+            sequence of several, each of which has parameters of its own (Muon for matrices, AdamW for the rest).
         keep_gradients: With ``optimizer``: they stay until its step after all, for what reads all of them (clipping by norm).
         in_flight: So many calls wait at once, each for a backward pass of its own (micro-batches): the budget is for all.
             With more than one, a plan stays as it is made: ``planning`` waits, and there are no parts and no ``rescue``.
@@ -129,7 +130,7 @@ def rematerialize_stages(
 def _prepared(
     model: nn.Module,
     settings: Settings,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     keep_gradients: bool,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -549,7 +549,7 @@ def test_no_parameter_is_updated_twice_after_a_failure(monkeypatch: pytest.Monke
     _, (model, optimizer) = _pair(OPTIMIZERS["adamw"])
     _step(model, optimizer, _batch(0))
     updates: list[int] = []
-    owner = model.forward.optimizer  # type: ignore[union-attr]
+    (owner,) = model.forward.optimizer.of  # type: ignore[union-attr]
     update = owner.update
 
     def failing(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -746,8 +746,14 @@ def test_a_plan_that_cannot_be_made_leaves_the_optimizer_alone() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(lowtide.PlanError, match=r"optimizer= takes a torch.optim.Optimizer, not list"):
-        lowtide.rematerialize(Net(), (_batch(0),), budget="80%", optimizer=[])  # type: ignore[arg-type]
+    with pytest.raises(
+        lowtide.PlanError, match=r"optimizer= takes a torch.optim.Optimizer, or a sequence of them, not str"
+    ):
+        lowtide.rematerialize(Net(), (_batch(0),), budget="80%", optimizer="SGD")  # type: ignore[arg-type]
+    with pytest.raises(lowtide.PlanError, match="empty sequence"):
+        lowtide.rematerialize(Net(), (_batch(0),), budget="80%", optimizer=[])
+    with pytest.raises(lowtide.PlanError, match=r"the same parameter \(.+\), \d+ in all"):
+        lowtide.rematerialize(model := Net(), (_batch(0),), budget="80%", optimizer=[_sgd(model), _sgd(model)])
     with pytest.raises(lowtide.PlanError, match="none of the model's parameters"):
         lowtide.rematerialize(Net(), (_batch(0),), budget="80%", optimizer=_sgd(Net()))
     with pytest.raises(lowtide.PlanError, match="arena=True do not go together"):

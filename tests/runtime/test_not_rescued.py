@@ -108,7 +108,8 @@ def test_updates_of_an_optimizer(late: bool, monkeypatch: pytest.MonkeyPatch) ->
     lowtide.rematerialize(model, rows()(0)[0], budget="80%", planner=QUICK, optimizer=optimizer)
     runtime = runtime_of(model)
     assert runtime is not None and runtime.optimizer is not None
-    update, count = runtime.optimizer.update, 0
+    (updates,) = runtime.optimizer.of
+    update, count = updates.update, 0
     with contextlib.ExitStack() as ends:
 
         def counting(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -118,7 +119,7 @@ def test_updates_of_an_optimizer(late: bool, monkeypatch: pytest.MonkeyPatch) ->
             if count == 6:
                 ends.enter_context(memory_of(-64 << 10))
 
-        monkeypatch.setattr(runtime.optimizer, "update", counting)
+        monkeypatch.setattr(updates, "update", counting)
         note = _refused(lambda: model(*rows()(0)[0]).backward())
     assert f"{_REFUSED}: parameters have been updated in it already" in note
     assert f"{count} parameters of WithLoss had been updated before this error" in note

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from lowtide.errors import PlanError
 from lowtide.program.distributed.local import local_of
 from lowtide.program.sizes import held_bytes
 
-Optimizer = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str
+One = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str
+Optimizer = One | Sequence[torch.optim.Optimizer]
 Copies = dict[Tensor, Tensor]
 Make = Callable[[Copies], torch.optim.Optimizer]
 
@@ -32,13 +33,23 @@ def named(optimizer: str) -> type[torch.optim.Optimizer]:
     return classes[optimizer.lower()]
 
 
+def each_of(optimizer: Optimizer) -> list[One]:
+    """The optimizers of a sequence, or the one."""
+    return [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]
+
+
 def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, int]:
     """The optimizer's name, and the bytes of its state once it has taken a step for all parameters of ``model`` that train.
 
-    ``optimizer``: an optimizer of the model's parameters, which is left as it is; a function that makes one of a list of
-    parameters, such as a class; or the name of a class of ``torch.optim``. It steps on the meta device; one that asks for
-    values there, a parameter at a time on the CPU, with zeros. Raises ``PlanError`` where neither goes.
+    ``optimizer``: an optimizer of the model's parameters, which is left as it is, or a sequence of them; a function that makes
+    one of a list of parameters, such as a class; or the name of a class of ``torch.optim``. It steps on the meta device; one
+    that asks for values there, a parameter at a time on the CPU, with zeros. Raises ``PlanError`` where neither goes.
     """
+    found = [_state_bytes(one, model) for one in each_of(optimizer)]
+    return " and ".join(name for name, _ in found), sum(size for _, size in found)
+
+
+def _state_bytes(optimizer: One, model: nn.Module) -> tuple[str, int]:
     name, make = _maker(optimizer)
     given = parameters_of(optimizer, model)
     if not any(parameter.requires_grad for parameter in given):
@@ -51,14 +62,14 @@ def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, 
         raise PlanError(f"the state of {name} could not be found out: {type(error).__name__}: {error}.") from error
 
 
-def parameters_of(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
+def parameters_of(optimizer: One, model: nn.Module) -> list[Tensor]:
     """Those that the optimizer has; of one that is yet to be made, all of ``model``."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [*model.parameters()]
 
 
-def state_sizes(optimizer: Optimizer, parameter: Tensor) -> list[int]:
+def state_sizes(optimizer: One, parameter: Tensor) -> list[int]:
     """The bytes of each tensor that ``optimizer`` keeps for ``parameter`` once it has taken a step; empty where that cannot be
     found out."""
     _, make = _maker(optimizer)
@@ -68,17 +79,19 @@ def state_sizes(optimizer: Optimizer, parameter: Tensor) -> list[int]:
     return []
 
 
-def optimizer_like(optimizer: Optimizer, parameter: Tensor) -> torch.optim.Optimizer:
+def optimizer_like(optimizer: One, parameter: Tensor) -> torch.optim.Optimizer:
     """An optimizer as ``optimizer``, or as it makes them, of something like ``parameter`` on the meta device."""
     return _maker(optimizer)[1]({parameter: nn.Parameter(torch.empty_like(local_of(parameter), device="meta"))})
 
 
 def for_parameters(optimizer: Optimizer, others: Copies) -> Optimizer:
-    """One like it for the ``others`` that its parameters have by now; what makes optimizers, as it is."""
+    """One like it, or like each, for the ``others`` that its parameters have by now; what makes optimizers, as it is."""
+    if isinstance(optimizer, (list, tuple)):
+        return [_like(one, others) for one in optimizer]
     return _like(optimizer, others) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
-def _maker(optimizer: Optimizer) -> tuple[str, Make]:
+def _maker(optimizer: One) -> tuple[str, Make]:
     """Its name, and what makes one like it of copies of its parameters. Raises ``PlanError`` for what is none."""
     if isinstance(optimizer, str):
         optimizer = named(optimizer)

@@ -36,7 +36,6 @@ from lowtide.runtime.programs.call_values import CallValues
 from lowtide.runtime.programs.entry import Entry, Sample, Signature, signature
 from lowtide.runtime.programs.programs import Programs
 from lowtide.runtime.programs.recaptures import UnusualCalls
-from lowtide.runtime.updates.spent import fill_zeroed
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
 from lowtide.sharing.pass_budget import pass_bytes
@@ -158,7 +157,7 @@ class Planned(Programs):
     def _fill_zeroed(self) -> None:
         """A call begins whose gradients are added to those that are there."""
         if self.optimizer is not None:
-            fill_zeroed(self.optimizer.optimizer)
+            self.optimizer.fill_zeroed()
 
     def _run_planned(self, entry: Entry, sample: Sample, inputs: list[torch.Tensor], tree: Any) -> Any:
         model, contract, draws = self.model, entry.captured.contract, entry.conditions[0].draws

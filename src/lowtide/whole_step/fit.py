@@ -71,10 +71,10 @@ def fits(
 
     ``device``: its memory, in bytes or with a unit (``"24GiB"``), or its name with the gigabytes that it is sold with, such as
     ``"A100-80GB"`` (names: ``lowtide.cost.devices``), which says how quick it is, too. ``optimizer``: one of the model's
-    parameters, a class, or the name of a class of ``torch.optim``; its state is that of a step on tensors without memory.
-    ``reserve``: what is to be left alone, by default 1 GB of a named device, for its driver and libraries. With
-    ``offload="cpu"`` the plan may move tensors to the host's memory by the link that the named device has, at most
-    ``offload_budget`` of them at one time.
+    parameters, a sequence of several, a class, or the name of a class of ``torch.optim``; its state is that of a step on
+    tensors without memory. ``reserve``: what is to be left alone, by default 1 GB of a named device, for its driver and
+    libraries. With ``offload="cpu"`` the plan may move tensors to the host's memory by the link that the named device has, at
+    most ``offload_budget`` of them at one time.
 
     ``mesh``: sizes by dimension, such as ``"dp=8,tp=4"``, of a cluster of such devices that is not there: the answer is of one
     of its ranks (``lowtide.whole_step.mesh``; the arguments are those of a rank), over which a copy of the model is spread.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.program import Program
-from lowtide.program.optimizer_state import Optimizer, optimizer_like, parameters_of, state_sizes
+from lowtide.program.optimizer_state import One, Optimizer, each_of, optimizer_like, parameters_of, state_sizes
 from lowtide.program.updates import StateMoves, with_updates
 from lowtide.runtime.updates.moving_states import movable_bytes
 from lowtide.runtime.updates.optimizer_step import plain_step
@@ -28,13 +28,23 @@ def updated_inside(program: Program, model: nn.Module, optimizer: Optimizer, *, 
     """``program`` with an update of each parameter of ``model``, as ``rematerialize(optimizer=)`` makes them, and the bytes of
     states that lie elsewhere between these: none, unless they are ``moving``. The program as it is for optimizers whose updates
     need all gradients."""
-    known = set(map(id, parameters_of(optimizer, model)))
-    state = enumerate(model.parameters())
-    trained: dict[int, Tensor] = {at: one for at, one in state if one.requires_grad and id(one) in known}
-    if not trained or plain_step(optimizer_like(optimizer, next(iter(trained.values())))) is None:
+    steps: dict[int, _OnPaper] = {}
+    moves: dict[int, StateMoves] = {}
+    for one in each_of(optimizer):
+        trained = _trained(one, model)
+        if not trained or plain_step(optimizer_like(one, next(iter(trained.values())))) is None:
+            continue
+        steps |= dict.fromkeys(trained, _OnPaper("optimizer"))
+        sizes = {at: movable_bytes(state_sizes(one, tensor), tensor.device) for at, tensor in trained.items() if moving}
+        fetch, store = _OnPaper("fetch_state"), _OnPaper("store_state")
+        moves |= {at: StateMoves(fetch, store, size) for at, size in sizes.items() if size}
+    if not steps:
         return program, 0
-    sizes = {position: movable_bytes(state_sizes(optimizer, one), one.device) for position, one in trained.items()}
-    fetch, store = _OnPaper("fetch_state"), _OnPaper("store_state")
-    moves = {position: StateMoves(fetch, store, size) for position, size in sizes.items() if size} if moving else {}
-    changed = with_updates(program, dict.fromkeys(trained, _OnPaper("optimizer")), moves)
+    changed = with_updates(program, steps, moves)
     return changed, sum(moves[position].bytes for position in changed.updated if position in moves)
+
+
+def _trained(optimizer: One, model: nn.Module) -> dict[int, Tensor]:
+    """Parameters of ``model`` that it trains, by position."""
+    known = set(map(id, parameters_of(optimizer, model)))
+    return {at: one for at, one in enumerate(model.parameters()) if one.requires_grad and id(one) in known}

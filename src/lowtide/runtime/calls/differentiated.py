@@ -24,7 +24,6 @@ from lowtide.capture.python_state.code.code_names import codes, is_trusted, name
 from lowtide.objects import structure
 from lowtide.objects.walk import variables
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
-from lowtide.runtime.updates.spent import fill_zeroed
 
 _LOG = logging.getLogger(__name__)
 _NAME = "create_graph"
@@ -46,7 +45,7 @@ class OwnCall:
 
     def begin(self) -> None:
         if self.optimizer is not None:
-            fill_zeroed(self.optimizer.optimizer)
+            self.optimizer.fill_zeroed()
             self.optimizer.called(self)
 
     def end(self) -> None:

@@ -57,10 +57,10 @@ class MovingStates:
         """Of the states that move where ``share`` of them are to."""
         return sum(self._sizes[id(parameter)] for parameter in self._chosen(share))
 
-    def has_room(self) -> bool:
-        """Whether there is something to move, and the second memory has room for all of it."""
+    def has_room(self, more_bytes: int = 0) -> bool:
+        """Whether there is something to move, and the second memory has room for all of it, and for so much more."""
         chosen = self._chosen(1.0) if self.movable else []
-        return bool(chosen) and self._opened(chosen[0]).free_bytes() >= sum(self._sizes.values())
+        return bool(chosen) and self._opened(chosen[0]).free_bytes() >= sum(self._sizes.values()) + more_bytes
 
     def moves(self, parameters: Mapping[int, torch.Tensor], share: float) -> dict[int, StateMoves]:
         """Of ``parameters`` by position those whose state moves where ``share`` of all bytes are to, and how."""
@@ -229,6 +229,38 @@ class MovingStates:
             lease = self._opened(parameter).lease(nbytes)
             self._leases[id(parameter)] = lease, nbytes
         return lease
+
+
+class StatesOfAll:
+    """Of the optimizers of one model, each with its own: the same ``share`` of all."""
+
+    def __init__(self, of: Sequence[MovingStates]) -> None:
+        self._of = of
+
+    @property
+    def share(self) -> float:
+        return max(one.share for one in self._of)
+
+    def movable_bytes(self, share: float) -> int:
+        return sum(one.movable_bytes(share) for one in self._of)
+
+    def has_room(self) -> bool:
+        """Whether there is something to move, and room for all of it."""
+        moving = [one for one in self._of if one.movable and one.movable_bytes(1.0)]
+        before = itertools.accumulate((one.movable_bytes(1.0) for one in moving), initial=0)
+        return bool(moving) and all(one.has_room(more) for one, more in zip(moving, before, strict=False))
+
+    def moves(self, parameters: Mapping[int, torch.Tensor], share: float) -> dict[int, StateMoves]:
+        moves = (one.moves(parameters, share) for one in self._of)
+        return {position: move for each in moves for position, move in each.items()}
+
+    def begin(self, share: float) -> None:
+        for one in self._of:
+            one.begin(share)
+
+    def send_away(self) -> None:
+        for one in self._of:
+            one.send_away()
 
 
 def movable_bytes(sizes: Iterable[int], device: torch.device) -> int:

@@ -1,7 +1,8 @@
-"""The optimizer of a model that is planned, with what of it may lie in a second memory."""
+"""The optimizers of a model that is planned, with what of them may lie in a second memory."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 from lowtide.errors import PlanError
 from lowtide.runtime.updates.moving_gradients import MovingGradients
 from lowtide.runtime.updates.moving_states import MovingStates
+from lowtide.runtime.updates.of_optimizer import OptimizerUpdates
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 from lowtide.runtime.updates.optimizer_step import plain_step
 
@@ -17,23 +19,45 @@ from lowtide.runtime.updates.optimizer_step import plain_step
 def of_model(
     optimizer: Any, model: nn.Module, memory: str | None = None, *, moves_states: bool = False, keeps: bool = False
 ) -> UpdatingOptimizer:
-    """``memory``: the name of a second memory that states may lie in, where it ``moves_states``, and gradients, where it
-    ``keeps`` them until its step. Raises ``PlanError`` for what is no optimizer, or not that of the model."""
-    if not isinstance(optimizer, Optimizer):
-        raise PlanError(
-            f"optimizer= takes a torch.optim.Optimizer, not {type(optimizer).__name__}; of a wrapper pass what is inside."
-        )
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    parameters = [*model.parameters()]
-    if not any(id(parameter) in known for parameter in parameters):
-        raise PlanError(
-            "the optimizer has none of the model's parameters; make it from model.parameters() of this model, on its device."
-        )
-    name = type(model).__name__
+    """Of one ``optimizer`` or several. ``memory``: the name of a second memory that states may lie in, where it
+    ``moves_states``, and gradients, where it ``keeps`` them until its step. Raises ``PlanError`` for what is no optimizer, not
+    that of the model, or where two have the same parameter."""
+    given = _checked(optimizer, model)
+    name, parameters = type(model).__name__, [*model.parameters()]
     # On accelerators clip_grad_norm_ takes the norms of all by one kernel, which may round otherwise than one by one.
     sends = memory is not None and keeps and all(one.device.type == "cpu" for one in parameters)
-    if memory is None or plain_step(optimizer) is None or not (moves_states or sends):
-        return UpdatingOptimizer(optimizer, name, keeps=keeps)
-    states = MovingStates(optimizer, memory, parameters, movable=moves_states)
-    gradients = MovingGradients(memory, parameters) if sends else None
-    return UpdatingOptimizer(optimizer, name, states, gradients, keeps)
+    sends = sends and any(plain_step(one) is not None for one in given)
+    made = []
+    for one in given:
+        moves = memory is not None and plain_step(one) is not None and (moves_states or sends)
+        states = MovingStates(one, memory, parameters, movable=moves_states) if moves and memory is not None else None
+        made.append(OptimizerUpdates(one, name, states))
+    gradients = MovingGradients(memory, parameters) if sends and memory is not None else None
+    return UpdatingOptimizer(made, name, gradients, keeps)
+
+
+def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
+    given = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not given:
+        raise PlanError("optimizer= is an empty sequence; give the optimizers of the model, or leave it out.")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    had = Counter[int]()
+    for one in given:
+        if not isinstance(one, Optimizer):
+            raise PlanError(
+                f"optimizer= takes a torch.optim.Optimizer, or a sequence of them, not {type(one).__name__}; of a wrapper pass "
+                "what is inside."
+            )
+        known = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+        if known.isdisjoint(names):
+            raise PlanError(
+                f"the optimizer {type(one).__name__} has none of the model's parameters; make it from model.parameters() of "
+                "this model, on its device."
+            )
+        had.update(known)
+    twice = [names.get(key, "of another model") for key, count in had.items() if count > 1]
+    if twice:
+        raise PlanError(
+            f"two of the optimizers have the same parameter ({twice[0]}), {len(twice)} in all: each is to be updated by one."
+        )
+    return given

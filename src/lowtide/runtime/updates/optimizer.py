@@ -1,6 +1,6 @@
-"""An optimizer whose updates happen inside of the backward pass.
+"""Optimizers whose updates happen inside of the backward pass.
 
-Each parameter is updated by the optimizer's own ``step``, run for it alone on the optimizer's own state: the classes of
+Each parameter is updated by its optimizer's own ``step``, run for it alone on the optimizer's own state: the classes of
 ``torch.optim`` that are taken treat every parameter by itself, so the results are those of one step for all. What the loop
 does afterwards stays as it is: ``optimizer.step()`` finds what was updated without a gradient, and does the rest.
 
@@ -10,7 +10,6 @@ can only be seen when it is too late (a step that never came, another learning r
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections import Counter
@@ -19,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
 from lowtide.capture.arguments import has_hooks
 from lowtide.errors import ExecutionError
@@ -27,9 +25,10 @@ from lowtide.program.program import Program
 from lowtide.program.updates import with_updates
 from lowtide.runtime.updates.leaves import OtherPasses, accelerate_accumulates, accumulates, accumulating_nodes, pointer
 from lowtide.runtime.updates.moving_gradients import MovingGradients
-from lowtide.runtime.updates.moving_states import MovingStates, saved_whole
-from lowtide.runtime.updates.optimizer_step import ParameterStep, order_state, plain_step, step_for, values_of
-from lowtide.runtime.updates.spent import SpentGradient, SpentGradients, fill_zeroed
+from lowtide.runtime.updates.moving_states import MovingStates, StatesOfAll
+from lowtide.runtime.updates.of_optimizer import OptimizerUpdates
+from lowtide.runtime.updates.optimizer_step import ParameterStep, plain_step
+from lowtide.runtime.updates.spent import fill_zeroed
 
 _LOG = logging.getLogger(__name__)
 _MOST_REFUSALS = 2  # in a row, after which gradients are kept from the forward pass on
@@ -45,46 +44,35 @@ class Call(Protocol):
 
 
 class UpdatingOptimizer:
-    """``optimizer`` for the parameters of a planned model. ``accumulating``: how many contexts say that gradients stay, which
-    they always do where it ``keeps`` them. ``states`` that may lie elsewhere, and ``gradients`` that leave instead of being
+    """The optimizers of a planned model of that ``name``, each with what it updates: ``of``. ``accumulating``: how many
+    contexts say that gradients stay, which they always do where it ``keeps`` them; ``gradients`` that leave instead of being
     used by updates."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        states: MovingStates | None = None,
-        gradients: MovingGradients | None = None,
-        keeps: bool = False,
+        self, of: Sequence[OptimizerUpdates], name: str, gradients: MovingGradients | None = None, keeps: bool = False
     ) -> None:
-        self.optimizer, self.name, self.states, self.gradients = optimizer, name, states, gradients
+        self.of, self.name, self.gradients = of, name, gradients
+        moving = [one.states for one in of if one.states is not None]
+        self.states: MovingStates | StatesOfAll | None = (
+            StatesOfAll(moving) if len(moving) > 1 else next(iter(moving), None)
+        )
         self.accumulating = 0
         self._refusals = _MOST_REFUSALS if keeps and gradients is None else 0
         self._said: set[str] = set()
         self._passes = OtherPasses()
-        self._updated: dict[int, torch.Tensor] = {}  # since the last step of the optimizer
-        self._versions: dict[int, int] = {}  # of these
-        self._skipped: set[int] = set()  # of these, those that a pass which failed has updated
-        self._spent = SpentGradients()
-        self._used: dict[int, dict[str, Any]] = {}  # by group: the values that updates were made with
-        self._groups: dict[int, tuple[int, dict[str, Any]]] = {}  # by parameter: its group
         self._under_way: Any = None
-        self._known = set[int]()  # parameters that had a state before the backward passes of a step
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(saved_whole),
-        ]
 
     def end(self) -> None:
         """Nothing is updated any more."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._spent.hide(self._updated, self._skipped)
+        for one in self.of:
+            one.end()
         if self.gradients is not None:
             self.gradients.bring_home()
-        if self.states is not None:
-            self.states.end()
+
+    def fill_zeroed(self) -> None:
+        """Where spent gradients were set to zero, others may be added to them now."""
+        for one in self.of:
+            fill_zeroed(one.optimizer)
 
     def updated(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Which of the flat inputs of a call may be updated in its backward pass; none where gradients are kept."""
@@ -92,10 +80,10 @@ class UpdatingOptimizer:
             self.states.send_away()
         inside_backward = torch._C._current_graph_task_id() != -1  # of a checkpoint, say
         adds = self.gradients is None and (self.accumulating > 0 or accelerate_accumulates())
-        if adds or inside_backward or self._reason_to_keep() is not None:
-            fill_zeroed(self.optimizer)
+        if adds or inside_backward or self._refusals >= _MOST_REFUSALS:
+            self.fill_zeroed()
             return ()
-        groups = self._find_groups()
+        groups = {key for one in self._updating() for key in one.groups()}
         pointers = Counter(pointer(tensor) for tensor in inputs)
         return tuple(
             position
@@ -107,20 +95,19 @@ class UpdatingOptimizer:
             and not has_hooks(tensor)
         )
 
-    def _reason_to_keep(self) -> str | None:
-        """Why gradients are kept, said once."""
-        reason = None
-        if self._refusals >= _MOST_REFUSALS:  # which has been said
-            return ""
-        if plain_step(self.optimizer) is None:
-            reason = f"{type(self.optimizer).__name__} is none of torch.optim's that treat every parameter by itself"
-        elif any(group.get("differentiable") for group in self.optimizer.param_groups):
-            reason = "its steps are differentiated"
-        elif torch.distributed.is_available() and torch.distributed.is_initialized():
-            reason = "several processes exchange them"
-        if reason is not None:
-            self.say(reason)
-        return reason
+    def _groups(self) -> dict[int, tuple[OptimizerUpdates, int, dict[str, Any]]]:
+        """By the id of a parameter: by whom it is updated, the number of its group there, and the group."""
+        found = ((one, key, *place) for one in self.of for key, place in one.groups().items())
+        return {key: (one, number, group) for one, key, number, group in found}
+
+    def _updating(self) -> list[OptimizerUpdates]:
+        """Those that may update inside; of others, why they may not is said once."""
+        reasons = [(one, _reason_to_keep(one.optimizer)) for one in self.of]
+        for one, reason in reasons:
+            if reason is not None:
+                self.say(reason)
+                fill_zeroed(one.optimizer)
+        return [one for one, reason in reasons if reason is None]
 
     def say(self, reason: str) -> None:
         """Why gradients are kept, once in the log."""
@@ -140,27 +127,20 @@ class UpdatingOptimizer:
         that what is ``held`` elsewhere shares memory with. ``share``: of the states, that come from the second memory."""
         if self.gradients is not None:
             return self.gradients.leaving(program, updated)
-        groups = self._find_groups()
+        groups = self._groups()
         own = set(map(id, tensors))
         others = (tensor for tensor in (*held, *program.constants.values()) if id(tensor) not in own)
         pointers = set(map(pointer, others))
         steps: dict[int, ParameterStep] = {}
-        made: dict[int, ParameterStep] = {}
+        made: dict[tuple[int, int], ParameterStep] = {}
         for position in updated:
             if pointer(tensors[position]) in pointers:
                 continue
-            number, group = groups[id(tensors[position])]
-            steps[position] = made[number] = made.get(number) or ParameterStep(self, group)
+            by, number, group = groups[id(tensors[position])]
+            key = id(by), number
+            steps[position] = made[key] = made.get(key) or ParameterStep(by, group)
         moves = self.states.moves({position: tensors[position] for position in steps}, share) if self.states else {}
         return with_updates(program, steps, moves)
-
-    def _find_groups(self) -> dict[int, tuple[int, dict[str, Any]]]:
-        self._groups = {
-            id(parameter): (number, group)
-            for number, group in enumerate(self.optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        return self._groups
 
     def give_up(self, reason: str) -> None:
         """Keep all gradients from now on, for this reason."""
@@ -174,48 +154,37 @@ class UpdatingOptimizer:
     def begin(self, call: Call, node: Any, updated: Sequence[int]) -> bool:
         """Whether the backward pass that has come to ``call``, to ``node`` in the graph of autograd, may update the flat inputs
         ``updated``. Raises ``ExecutionError`` where the loop is not one of ``backward(); step(); zero_grad()``."""
-        if self._under_way is not None:  # and did not come to its end
-            self._skipped.update(self._updated)
-            self._under_way = None
-        self._hooks_last()
-        if not self._updated:
-            self._known = set(map(id, self.optimizer.state))
+        for one in self.of:
+            if self._under_way is not None:  # and did not come to its end
+                one.abandon()
+            one.begin()
+        self._under_way = None
         if self.gradients is not None:
             self.gradients.begin()
         if not updated:  # its gradients are kept, and so are those that others add to them
             self._passes.keeps(call.inputs)
             return False
-        groups = self._find_groups()
+        groups = self._groups()
         parameters = [call.inputs[position] for position in updated]
         reason = self._refused(call, node, parameters)
         if reason is not None:
             self._refusals += not self.accumulating
-            fill_zeroed(self.optimizer)
+            self.fill_zeroed()
             self._passes.keeps(parameters)
             self.say(f"{reason}; this pass runs forward again without updates")
             return False
-        if self._updated.keys() - self._skipped:
-            raise ExecutionError(
-                f"a backward pass has updated {len(self._updated)} parameters of {self.name}, and another one comes before "
-                "optimizer.step(). Call step() after each backward pass; where gradients of several passes are added up, run "
-                "those before the last inside lowtide.accumulating(model); where the loop decides afterwards whether to step, "
-                "leave out optimizer= in lowtide.rematerialize."
-            )
-        for parameter in parameters:
-            if id(parameter) not in groups:
-                raise ExecutionError("the optimizer lost a parameter between the forward and the backward pass.")
-            if isinstance(parameter.grad, SpentGradient) and not parameter.grad.is_zeroed:
-                raise ExecutionError(
-                    f"gradients of {self.name} were used by updates and not set to zero since: others cannot be added to them. "
-                    "Call optimizer.zero_grad() between backward passes."
-                )
+        if any(id(parameter) not in groups for parameter in parameters):
+            raise ExecutionError("the optimizer lost a parameter between the forward and the backward pass.")
+        for one in self.of:
+            if own := [parameter for parameter in parameters if groups[id(parameter)][0] is one]:
+                one.check(own)
         self._refusals = 0
         self._under_way = weakref.ref(call)
         return True
 
     def _refused(self, call: Call, node: Any, parameters: Sequence[torch.Tensor]) -> str | None:
         """Why this backward pass may not update."""
-        if not self._hooks:
+        if any(one.ended for one in self.of):
             return "the model was restored after its forward pass"
         if self.accumulating and self.gradients is None:
             return "it runs inside lowtide.accumulating"
@@ -232,13 +201,6 @@ class UpdatingOptimizer:
             return "the backward pass is one for some of the gradients (torch.autograd.grad, inputs=)"
         return None
 
-    def _hooks_last(self) -> None:
-        """What reads gradients in a hook before the step finds them spent, not missing, and what it sets is for the step."""
-        before: Any = self.optimizer._optimizer_step_pre_hooks  # both are ordered dictionaries
-        after: Any = self.optimizer._optimizer_step_post_hooks
-        for hook, hooks, last in zip(self._hooks, (before, after), (True, False), strict=False):
-            hooks.move_to_end(hook.id, last=last)
-
     def finished(self, call: Call) -> None:
         """The backward pass through ``call`` has made all its updates."""
         if self._under_way is not None and self._under_way() is call:
@@ -246,97 +208,28 @@ class UpdatingOptimizer:
 
     def has_updated(self, call: Call) -> bool:
         """Whether the backward pass through ``call``, which is under way, has made any, or sent gradients away."""
-        changed = bool(self._updated) or (self.gradients is not None and self.gradients.sent)
+        changed = self._count() > 0 or (self.gradients is not None and self.gradients.sent)
         return changed and self._under_way is not None and self._under_way() is call
 
-    def update(self, parameter: torch.Tensor, gradient: torch.Tensor, fetched: Any = None) -> Any:
-        """One step of the optimizer for the parameter alone, unless that was frozen since the forward pass; its gradient is
-        spent afterwards. ``fetched``: the ``FetchedState`` of it that is to be stored, which is returned."""
-        if not parameter.requires_grad:
-            return fetched
-        key = id(parameter)
-        number, group = self._groups[key]
-        with torch.no_grad():
-            before = parameter.grad
-            if before is None or isinstance(before, SpentGradient):
-                parameter.grad = gradient
-            else:
-                before.add_(gradient)
-            del gradient, before
-            self._updated[key] = parameter
-            try:
-                if key not in self._skipped:
-                    if number not in self._used:
-                        self._used[number] = values_of(group)
-                    step = functools.partial(step_for, self.optimizer, group, parameter, self.optimizer.state)
-                    if self.states is None:
-                        step()
-                    else:
-                        self.states.update(parameter, fetched, step)
-            finally:
-                parameter.grad = self._spent.made(parameter)
-                self._versions[key] = parameter._version
-        return fetched
+    def _count(self) -> int:
+        """Of parameters that were updated since the last step of their optimizer."""
+        return sum(len(one.updated) for one in self.of)
 
     def failed(self, error: BaseException) -> None:
         """The backward pass has raised ``error``: say how far it came."""
-        if self._updated and self._under_way is not None:
+        if self._count() and self._under_way is not None:
             error.add_note(
-                f"lowtide: {len(self._updated)} parameters of {self.name} had been updated before this error, the others not. "
+                f"lowtide: {self._count()} parameters of {self.name} had been updated before this error, the others not. "
                 "Until optimizer.step() is called, further backward passes update only those others."
             )
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._hide()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            return None
 
-        def hiding() -> Any:
-            result = closure()
-            self._hide()
-            return result
-
-        return ((args[0], hiding, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": hiding})
-
-    def _hide(self) -> None:
-        """Take spent gradients from what the step sees. Raises ``ExecutionError`` where it would have been another step."""
-        for number, used in self._used.items():
-            now = values_of(self.optimizer.param_groups[number]) if number < len(self.optimizer.param_groups) else {}
-            changed = next((key for key in used if used[key] != now.get(key)), None)
-            if changed is not None:
-                self._used.clear()
-                raise ExecutionError(
-                    f"{changed!r} of parameter group {number} was changed between the backward pass, which has updated the "
-                    f"parameters with the value of then, and optimizer.step(). Change it before the backward pass."
-                )
-        self._used.clear()
-        self._refuse_written()
-        replaced = self._spent.replaced(self._updated.keys() - self._skipped, self._updated)
-        if replaced:
-            self._skipped |= replaced
-            raise ExecutionError(
-                f"gradients of {len(replaced)} parameters of {self.name} were replaced or set to zero between the backward "
-                "pass, which had updated them already, and optimizer.step(): give lowtide.rematerialize keep_gradients=True."
-            )
-        self._spent.hide(self._updated, self._skipped)
-        if self.states is not None:
-            self.states.step_kept()
-
-    def _refuse_written(self) -> None:
-        versions, self._versions, updated = self._versions, {}, self._updated
-        written = sum(updated[key]._version != version for key, version in versions.items() if key in updated)
-        if written:
-            raise ExecutionError(
-                f"{written} parameters of {self.name} were written between the backward pass, which had updated them already, "
-                "and optimizer.step(): weight decay or clamping by hand would come before the update in a plain loop. Do it "
-                "after step(), or leave out optimizer= in lowtide.rematerialize."
-            )
-
-    def _after_step(self, *_: Any) -> None:
-        self._spent.show(self._updated)
-        order_state(self.optimizer, self._known)
-        self._updated.clear()
-        self._skipped.clear()
-        if self.states is not None:
-            self.states.show_kept()
+def _reason_to_keep(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why gradients of its parameters are kept."""
+    if plain_step(optimizer) is None:
+        return f"{type(optimizer).__name__} is none of torch.optim's that treat every parameter by itself"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "its steps are differentiated"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "several processes exchange them"
+    return None
