@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.errors import ExecutionError
@@ -15,9 +17,9 @@ Gradients = list[torch.Tensor]
 
 
 class _Layers(nn.Module):
-    def __init__(self, scalar: bool) -> None:
+    def __init__(self, scalar: bool, width: int = 32) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
         self.scalar = scalar
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,6 +70,33 @@ def test_partial_passes_are_eagers(passes: Callable[[_Layers, torch.Tensor], Gra
         assert len(found) == len(expected)
         assert all(map(torch.equal, found, expected))
         model.zero_grad()
+
+
+class _Counting(TorchDispatchMode):
+    """How many products of matrices are computed inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["second", "other gradients"])
+def test_a_pass_that_runs_again_ends_where_nothing_more_is_asked_for(other: bool) -> None:
+    """Its forward pass runs again, and the product for the last layer's weight; nothing of the layers before."""
+    torch.manual_seed(0)
+    model, x = _Layers(scalar=False, width=256), torch.randn(16, 256)  # gradients of small layers leave together
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    last = model.layers[5].weight
+    y = model(x)
+    torch.autograd.grad(y.sum(), last, retain_graph=True)
+    loss = y.sum() if other else y.square().sum()  # expanded from a number, or in y's layout
+    torch.autograd.grad(loss, last, retain_graph=True)
+    with _Counting() as counting:
+        torch.autograd.grad(loss, last, retain_graph=True)
+    assert counting.count <= 8  # the product for its input lies before that gradient may leave
+    y.sum().backward()
 
 
 def test_a_gradient_penalty_is_refused() -> None:

@@ -17,7 +17,7 @@ from lowtide.program.results import GradientMask
 from lowtide.program.sizes import device_of_inputs
 from lowtide.program.tangents import owns_tangents
 from lowtide.runtime.calls.arriving import Tangents, expected, is_held, place, wanted
-from lowtide.runtime.calls.chain import Node, ends_of
+from lowtide.runtime.calls.chain import Node, add_left_terms, ends_of
 from lowtide.runtime.calls.resuming import resumed
 from lowtide.runtime.calls.unmodified import AsLeft, modified, note_unseen
 from lowtide.runtime.programs.rescue import Rescue
@@ -39,7 +39,8 @@ class ModelCall:
     comes to it and when it leaves it.
     ``rescue`` lowers the plan where memory runs out. ``ends[i]`` of the program's groups of gradients must have run for the
     i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for a program that begins again; ``begin`` hands
-    them to it. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``programs.changing``; ``late``:
+    them to it. ``running`` is the program of the backward pass, ``restart`` one that it is to begin again by, from the forward
+    pass on. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``programs.changing``; ``late``:
     see ``calls.step``. ``superseded``: whether its gradients are to leave in terms, see ``calls.waiting``.
     """
 
@@ -67,6 +68,8 @@ class ModelCall:
     written: list[int] = field(default_factory=list)  # ops that have begun to update what the forward pass writes into
     arrived: Tangents | None = None
     begin: Callable[[], None] | None = None
+    running: Lowered | None = None
+    restart: Lowered | None = None
     ends: Sequence[int] = ()
     ran: int = 0
     next_node: int = 0
@@ -152,7 +155,7 @@ class ModelCall:
         self.arrived = Tangents(self.lowered, gradients)
         gradients.clear()
         self.tangents.extend(self.arrived.handed())
-        self.ends, self.ran = ends_of(self.lowered, self.nodes), 0
+        self._run_by(self.lowered)
 
     def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
         """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
@@ -166,11 +169,10 @@ class ModelCall:
         if self.begin is not None:
             begin, self.begin = self.begin, None
             begin()
-        if self.generator is not None:
-            self._advance_to(node)
-            if node + 1 == len(self.nodes):
-                self.generator.close()
-                self.generator = None
+        self._advance_to(node)
+        if node + 1 == len(self.nodes) and self.generator is not None:
+            self.generator.close()
+            self.generator = None
         result = tuple(self.gradients.pop(term, None) for term in self.nodes[node])
         if node + 1 == len(self.nodes):
             self.gradients.clear()
@@ -187,39 +189,40 @@ class ModelCall:
                 self.on_end()
         return result
 
-    def _add_left_terms(self) -> None:
-        """Of a program for other gradients, terms for which no node has a place go to the last place that there is."""
-        places = dict(sorted(term for node in self.nodes for term in node))  # position -> its last number
-        for position, number in sorted(self.gradients):
-            last = places.get(position, 0)
-            if number > last:
-                added = self.gradients.pop((position, number))
-                before = self.gradients.get((position, last))
-                self.gradients[position, last] = added if before is None else before + added
-
     def _advance_to(self, node: int) -> None:
         """Run the backward program until the gradients of the node have left it: where memory runs out, again from its start by
         a lower plan, of which those that left before wait for nobody."""
-        restart: Lowered | None = None
         while True:
             try:
-                if restart is not None:
-                    self._begin_again(restart)
-                end = self.ends[node] if self.ends else 0
-                for group in self.lowered.gradient_groups[self.ran : end]:
+                if self.restart is not None:
+                    self._begin_again(self.restart)
+                running, end = self.running, self.ends[node]
+                assert running is not None
+                for group in running.gradient_groups[self.ran : end]:
                     assert self.generator is not None
-                    self._advance(self.lowered, self.generator, group)
+                    self._advance(running, self.generator, group)
                     self.ran += 1
+                if running is not self.lowered:
+                    add_left_terms(self.gradients, self.nodes, node)
                 return
             except Exception as error:
-                restart = self._rescued(error, self.lowered, self.nodes[:node])
-                if restart is None:
+                running = self.running
+                assert running is not None
+                self.restart = self._rescued(error, running, self.nodes[:node])
+                if self.restart is None:
                     raise
+            if running is self.lowered:
+                self._take(self.restart)
 
     def _begin_again(self, lowered: Lowered) -> None:
-        """Come to where the gradients arrived, by another plan for the same program."""
-        self._take(lowered)
+        """Come to where the gradients arrived, by another plan for the same program or by one for other gradients."""
+        self.restart, self.running = None, lowered
         self.generator = self._begun(lowered)
+        self._run_by(lowered)
+
+    def _run_by(self, lowered: Lowered) -> None:
+        """The backward pass is at the start of this program."""
+        self.running = lowered
         self.ends, self.ran = ends_of(lowered, self.nodes), 0
 
     def _take(self, lowered: Lowered) -> None:
@@ -271,9 +274,10 @@ class ModelCall:
             self.gradients[lowered.terms[index]] = values.pop()
 
     def _run_again(self, gradients: list[torch.Tensor | None], keeps: bool, held: bool) -> None:
-        """Other gradients than expected, or a second backward pass: run the forward pass again and all of the backward.
+        """Other gradients than expected, or a second backward pass: run the forward pass again.
 
-        The forward pass runs under its own generator state and writes nothing back, so its effects stay as they were.
+        It runs under its own generator state and writes nothing back, so its effects stay as they were. The backward pass then
+        goes as far as it is asked to, as any does.
         """
         self.generator = None
         program = self.lowered.program
@@ -286,23 +290,17 @@ class ModelCall:
                 "be handed to it. Call lowtide.restore(model) for that part of the work, or run it under lowtide.online."
             )
         self._check_updates(lowered)
+        self.received = True
         self.arrived = Tangents(lowered, gradients)
         gradients.clear()
-        while True:
-            try:
-                generator = self._begun(lowered)
-                for group in lowered.gradient_groups:
-                    self._advance(lowered, generator, group)
-                generator.close()
-                self._add_left_terms()
-                return
-            except Exception as error:
-                restart = self._rescued(error, lowered, ())
-                if restart is None:
-                    raise
-            if lowered is self.lowered:
-                self._take(restart)
-            lowered = restart
+        self.running = self.restart = lowered
+        torch.autograd.Variable._execution_engine.queue_callback(self._left)
+
+    def _left(self) -> None:
+        """A backward pass that ran it again is over, if only a part of it was asked for: the next one starts over."""
+        if self.arrived is not None:
+            self.let_go()
+            self.arrived = self.restart = None
 
     def _check_updates(self, lowered: Lowered) -> None:
         """Another program for this call may read inputs that this one updates as they are by now, or as they were before."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+
+import torch
 
 from lowtide.lower import Lowered
 
@@ -42,8 +44,28 @@ def _nodes(lowered: Lowered, linked: Sequence[bool], terms_from: int | None, in_
 def ends_of(lowered: Lowered, nodes: tuple[Node, ...]) -> Sequence[int]:
     """How many groups of gradients must have run for each node."""
     if nodes not in lowered.chains:
-        made = {lowered.terms[i]: place for place, group in enumerate(lowered.gradient_groups) for i in group.gradients}
-        places = [max((made[term] + 1 for term in each if term in made), default=0) for each in nodes]
+        last = _last(nodes)
+        made: Counter[tuple[int, int]] = Counter()  # how many groups, for a term and what is added to it
+        for place, group in enumerate(lowered.gradient_groups, 1):
+            for position, number in (lowered.terms[index] for index in group.gradients):
+                made[position, min(number, last.get(position, number))] = place
+        places = [max((made[term] for term in each), default=0) for each in nodes]
         lowered.chains[nodes] = [*itertools.accumulate(places[:-1], max), len(lowered.gradient_groups)]
     found: Sequence[int] = lowered.chains[nodes]
     return found
+
+
+def add_left_terms(gradients: MutableMapping[tuple[int, int], torch.Tensor], nodes: Sequence[Node], node: int) -> None:
+    """Of a program for other gradients, add terms for which no node has a place to the last place that there is, if that is one
+    of this node's."""
+    last, own = _last(nodes), set(nodes[node])
+    for position, number in sorted(gradients):
+        place = position, last.get(position, number)
+        if number > place[1] and place in own:
+            added = gradients.pop((position, number))
+            gradients[place] = gradients[place] + added if place in gradients else added
+
+
+def _last(nodes: Sequence[Node]) -> dict[int, int]:
+    """The last number of a term that has a place, by position."""
+    return dict(sorted(term for each in nodes for term in each))
