@@ -184,6 +184,66 @@ def test_masks_are_questions() -> None:
     assert len(lowtide.plans(outcome.model)) == 2
 
 
+class _Shared(nn.Module):
+    """Runs pictures of one size together, as DINO and SwAV do with their crops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron(4)
+
+    def forward(self, *crops: torch.Tensor) -> torch.Tensor:
+        lengths = torch.tensor([len(crop) for crop in crops])
+        ends = torch.cumsum(torch.unique_consecutive(lengths, return_counts=True)[1], 0)
+        begin, total = 0, torch.zeros(())
+        for end in ends:
+            total, begin = total + self.body(torch.cat(crops[begin:end])).square().mean(), end
+        return total
+
+
+def test_runs_of_equal_numbers_are_questions() -> None:
+    """Operators with several results, of which known values decide how long they are."""
+
+    def inputs(iteration: int) -> Any:
+        whole = rows()(iteration)[0][0]
+        return tuple(whole[:length] for length in ((96, 96, 64), (96, 64, 64), (96, 96, 64))[iteration]), {}
+
+    (outcome,) = compare_training(_Shared, inputs, iterations=3, budgets=("60%",))
+    assert len(lowtide.plans(outcome.model)) == 2
+
+
+class _Placed(nn.Module):
+    """Has a matrix of which only some rows are learned, as those of LoRA for several projections: the mask is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.learned = perceptron(4), nn.Parameter(torch.randn(24, 32))
+        self.chosen = torch.arange(32) % 4 != 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        matrix = torch.zeros(32, 32)
+        matrix[self.chosen] = self.learned
+        y: torch.Tensor = self.body(x) @ matrix.t()
+        return y.mean() + y[:, self.chosen].square().mean()
+
+
+def test_a_mask_that_the_model_holds_selects() -> None:
+    torch.manual_seed(0)
+    model = _Placed()
+    plain = copy.deepcopy(model)
+    lowtide.rematerialize(model, budget="100%", on_capture_error="error")
+    for step in range(4):
+        if step == 2:
+            for one in (model, plain):
+                one.chosen[:2] = torch.tensor([False, True])
+        x = torch.randn(BATCH, 32)
+        for one in (model, plain):
+            one.zero_grad()
+            one(x).backward()
+        assert all(
+            torch.equal(one.grad, other.grad) for one, other in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+
+
 def test_integers_that_are_written_into_new_memory_answer() -> None:
     """Offsets of groups in a table that begins as ``new_empty``, as graph libraries compute them."""
 

@@ -31,9 +31,10 @@ from lowtide.capture.python_state.guards.external_effects import WHAT_TO_DO, Ext
 from lowtide.capture.python_state.guards.reads import Place, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, tensors_in, texts, value_at
 from lowtide.capture.trace.classes import mark_parameters
-from lowtide.capture.trace.fake import AnsweringFakeMode, known_value
+from lowtide.capture.trace.fake import AnsweringFakeMode
 from lowtide.capture.trace.fake_inputs import fakes_of
 from lowtide.capture.trace.joint import as_traced
+from lowtide.capture.trace.known_values import known_value
 from lowtide.capture.trace.patches import all_wrapped, telling
 from lowtide.capture.traced_model import TracedCall
 from lowtide.errors import CaptureError

@@ -28,7 +28,7 @@ from lowtide.capture.taken_numbers import TakingNumbers
 from lowtide.capture.trace.autocast import Period
 from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, TRACED, is_leaf, refuse_unknown, unregistered
 from lowtide.capture.trace.expected import flag_of
-from lowtide.capture.trace.fake import read_values
+from lowtide.capture.trace.known_values import read_values
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods, wrapped

@@ -53,8 +53,8 @@ from lowtide.capture.trace.autocast import periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
 from lowtide.capture.trace.classes import mark_parameters
 from lowtide.capture.trace.expected import Expectations
-from lowtide.capture.trace.fake import known_value
 from lowtide.capture.trace.fake_inputs import copy_attributes
+from lowtide.capture.trace.known_values import known_value
 from lowtide.capture.trace.origins import origins_announced
 from lowtide.capture.trace.patches import replaced
 from lowtide.capture.trace.sizes import SymbolicSizes

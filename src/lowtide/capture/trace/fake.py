@@ -27,12 +27,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     _BypassDispatchCache,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture.trace import fake_kernels as fakes
 from lowtide.capture.trace import results
-from lowtide.capture.trace.classes import fake_of
 from lowtide.capture.trace.expected import (
     COMPARISONS,
     QUESTIONS,
@@ -52,6 +49,8 @@ from lowtide.program.source import user_source
 
 _ATEN = torch.ops.aten
 _MAXIMUM_ELEMENTS = 1 << 24
+_INDEXING = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default)
+_MASKS = (torch.bool, torch.uint8)
 UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 
 
@@ -141,6 +140,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any], known: Provenance | None
     ) -> Any:
         """By the fake kernel, with the layouts that the real one returns."""
+        if func in _INDEXING:
+            args = [args[0], [self._with_value(one) for one in args[1]], *args[2:]]
         try:
             if func is _ATEN.expand.default and self.shape_env is not None:
                 with self:
@@ -163,6 +164,15 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 result = fakes.norm_statistics(func, args, result)
         strides = real_strides(func, args, kwargs, result)
         return result if strides is None else with_strides(func, result, strides, self)
+
+    def _with_value(self, index: Any) -> Any:
+        """Of an index that is a mask: a fake kernel asks how much it selects, also of one that is no fake tensor."""
+        known = self._known_tensor(index) if type(index) is torch.Tensor and index.dtype in _MASKS else None
+        if known is None:
+            return index
+        fake = self.from_tensor(index)
+        self._attach(fake, known)
+        return fake
 
     def _described(self, func: Any, args: Sequence[Any], result: Any) -> Any:
         """The result, with what is known of its values."""
@@ -196,6 +206,9 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _concrete_result(self, func: Any, known: Provenance) -> Any:
         """The result of an operator whose shape depends on known data: the shape becomes a question."""
         real = self.values.of(known)
+        if isinstance(real, tuple) and all(isinstance(one, torch.Tensor) for one in real):
+            each = [self._intern((known, place), replace(known, output=place)) for place in range(len(real))]
+            return tuple(self._concrete_result(func, one) for one in each)
         if not isinstance(real, torch.Tensor):
             raise unanswerable(func)
         shape = real.shape if self.sizes is None or not known.positions() else self.sizes.selected(real, known)
@@ -297,26 +310,6 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _attach(self, fake: torch.Tensor, known: Provenance) -> None:
         fake._lowtide_known = known  # type: ignore[attr-defined]
         self._answering.append(weakref.ref(fake))
-
-
-def known_value(traced: torch.Tensor, constant: bool = False) -> torch.Tensor | None:
-    """The real value of a traced tensor that derives only from constants and integer inputs, or only from constants; else
-    ``None``."""
-    fake = fake_of(traced)
-    known = getattr(fake, "_lowtide_known", None)
-    return None if known is None or (constant and not known.is_constant()) else fake.fake_mode.values.of(known)
-
-
-def read_values(traced: torch.Tensor) -> torch.Tensor | None:
-    """The real tensor, as Python code reads all of its values: a question. ``None`` where they are not known."""
-    if not isinstance(traced, (FakeTensor, FunctionalTensor)):
-        return traced
-    fake = fake_of(traced)
-    real, known = known_value(fake), getattr(fake, "_lowtide_known", None)
-    if real is not None and known is not None and known.depends_on_input:
-        with no_dispatch():
-            fake.fake_mode._remember(known, "values", real.tolist())
-    return real
 
 
 def _forget(leaves: Sequence[Any]) -> None:

@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._mode_utils import no_dispatch
 
+from lowtide.capture.trace.classes import fake_of
 from lowtide.capture.trace.questions import Provenance
 from lowtide.capture.trace.sizes import SYMBOLIC, hint
 
@@ -126,3 +129,23 @@ def elements(tensor: torch.Tensor) -> int:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return elements(tensor) * tensor.itemsize
+
+
+def known_value(traced: torch.Tensor, constant: bool = False) -> torch.Tensor | None:
+    """The real value of a traced tensor that derives only from constants and integer inputs, or only from constants; else
+    ``None``."""
+    fake = fake_of(traced)
+    known = getattr(fake, "_lowtide_known", None)
+    return None if known is None or (constant and not known.is_constant()) else fake.fake_mode.values.of(known)
+
+
+def read_values(traced: torch.Tensor) -> torch.Tensor | None:
+    """The real tensor, as Python code reads all of its values: a question. ``None`` where they are not known."""
+    if not isinstance(traced, (FakeTensor, FunctionalTensor)):
+        return traced
+    fake = fake_of(traced)
+    real, known = known_value(fake), getattr(fake, "_lowtide_known", None)
+    if real is not None and known is not None and known.depends_on_input:
+        with no_dispatch():
+            fake.fake_mode._remember(known, "values", real.tolist())
+    return real

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lowtide.capture.trace.fake import read_values
+from lowtide.capture.trace.known_values import read_values
 from lowtide.errors import CaptureError
 from lowtide.program.recurrent import BACKWARD, KINDS, Recurrent
 
