@@ -145,6 +145,34 @@ def test_arguments_of_a_small_domain_are_made_within_it(call: Any, caplog: pytes
     assert costs.time_ns[0] > 0
 
 
+@pytest.mark.parametrize(
+    ("call", "inputs"),
+    [
+        (("y", aten.binary_cross_entropy.default, ("x", "a")), {"x": torch.rand(20), "a": torch.rand(20)}),
+        (
+            ("y", aten.index_put.default, ("x", ["a"], "b")),
+            {"x": torch.zeros(8, 3), "a": torch.arange(8) < 5, "b": torch.ones(5, 3)},
+        ),
+        (
+            (("y", "z"), aten._ctc_loss.Tensor, ("x", "a", "c", "b")),
+            {
+                "x": torch.zeros(9, 3, 4),
+                "a": torch.ones(7, dtype=torch.int64),
+                "b": torch.tensor([2, 2, 3]),
+                "c": torch.full((3,), 9),
+            },
+        ),
+    ],
+    ids=["two of probabilities", "as many as a mask selects", "targets one behind the other"],
+)
+def test_arguments_that_fit_each_other(
+    call: Any, inputs: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    costs = measure_costs(program_of(call, **inputs), cache=CostCache(None))
+    assert "estimated" not in caplog.text
+    assert costs.time_ns[0] > 0
+
+
 def test_a_number_that_sizes_the_result_has_a_measurement_of_its_own() -> None:
     program = program_of(
         ("a", aten.arange.start_step, (0, 10, 0.3), {"device": "cpu"}),

@@ -26,7 +26,7 @@ from lowtide.cost.devices import device_name, get_device
 from lowtide.cost.on_links import collective_workspace
 from lowtide.cost.room import measured_in_bytes, room_for, unmeasured_workspace
 from lowtide.cost.signature import is_lasting, origin_of, signature, target_name
-from lowtide.cost.synthetic import synthetic_tensor
+from lowtide.cost.synthetic import make_valid, synthetic_tensor
 from lowtide.cost.timing import peak_of, time_call
 from lowtide.device import interface_of
 from lowtide.ir import Costs, Op
@@ -49,21 +49,6 @@ _AGAIN = 3  # times at most
 _NEGLIGIBLE = 0.001  # of the time of a step, up to which an operator is not timed again
 # Kernels that return the state for their backward only where gradients are recorded.
 _NEEDS_GRAD_MODE = ("aten.mkldnn_rnn_layer.default",)
-# Arguments, by position, that must be other than synthetic tensors are: pivots and bags count from one, rates and deviations
-# are positive, probabilities lie between 0 and 1, what is factored is positive definite.
-_VALID: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
-    "aten.linalg_lu_solve.default": (1, lambda pivots: pivots.fill_(1)),
-    "aten.lu_unpack.default": (1, lambda pivots: pivots.fill_(1)),
-    "aten._embedding_bag_backward.default": (4, lambda sizes: sizes.fill_(1)),
-    "aten.multinomial.default": (0, lambda weights: weights.abs_()),
-    "aten.poisson.default": (0, lambda rates: rates.abs_()),
-    "aten.bernoulli.default": (0, lambda probabilities: probabilities.sigmoid_()),
-    "aten.binary_cross_entropy.default": (0, lambda probabilities: probabilities.sigmoid_()),
-    "aten.normal.Tensor_Tensor": (1, lambda deviations: deviations.abs_()),
-    "aten.normal.float_Tensor": (1, lambda deviations: deviations.abs_()),
-    "aten.cholesky.default": (0, lambda matrices: matrices.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)),
-    "aten.multilabel_margin_loss_backward.default": (4, lambda is_target: is_target.zero_()),
-}
 _NOT_RUN = (TANGENT_TARGET, EXPECT_TARGET, *STATE_TARGETS)  # what states take to come and go is that of a second memory
 # What operators take, by signature; ``None``: they cannot be run by themselves.
 _BYTES: dict[str, OperatorCost | None] = {}
@@ -257,9 +242,7 @@ def synthetic_arguments(
         return tensors[ref.value]
 
     args, kwargs = map_references((call.args, call.kwargs), tensor)
-    position, make_valid = _VALID.get(target_name(call.target), (0, None))
-    if make_valid is not None and isinstance(args[position], torch.Tensor):
-        make_valid(args[position])
+    make_valid(target_name(call.target), args)
     return args, kwargs, list(tensors.values())
 
 

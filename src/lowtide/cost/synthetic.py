@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,3 +61,46 @@ def _fill(flat: torch.Tensor, drawn: bool) -> None:
     whole = flat.numel() // _PATTERN_ELEMENTS * _PATTERN_ELEMENTS
     flat[:whole].view(-1, _PATTERN_ELEMENTS).copy_(pattern)
     flat[whole:].copy_(pattern[: flat.numel() - whole])
+
+
+def make_valid(operator: str, args: Sequence[Any]) -> None:
+    """Change those of an operator's synthetic arguments that it does not take as they are."""
+    positions, change = _VALID.get(operator, ((), None))
+    given = [args[position] for position in positions]
+    if change is not None and isinstance(given[0], torch.Tensor):
+        change(*given)
+    if operator in _PUTTING and isinstance(args[2], torch.Tensor):
+        _select_as_many(args[1], args[2])
+
+
+def _share_out(targets: torch.Tensor, lengths: torch.Tensor) -> None:
+    """The lengths of targets that lie one behind the other come to all of these."""
+    if targets.dim() == 1 and len(lengths) > 0:
+        lengths.fill_(len(targets) // len(lengths))
+        lengths[:1] += len(targets) % len(lengths)
+
+
+def _select_as_many(indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> None:
+    """A single mask selects as many as there are values."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is not None and mask.dtype == torch.bool and values.dim() > 0 and values.shape[0] > 1:
+        mask.copy_((torch.arange(mask.numel(), device=mask.device) < values.shape[0]).view(mask.shape))
+
+
+_PUTTING = ("aten.index_put.default", "aten.index_put_.default")
+# Arguments, by position, that must be other than synthetic tensors are: pivots and bags count from one, rates and deviations
+# are positive, probabilities lie between 0 and 1, what is factored is positive definite.
+_VALID: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
+    "aten.linalg_lu_solve.default": ((1,), lambda pivots: pivots.fill_(1)),
+    "aten.lu_unpack.default": ((1,), lambda pivots: pivots.fill_(1)),
+    "aten._embedding_bag_backward.default": ((4,), lambda sizes: sizes.fill_(1)),
+    "aten.multinomial.default": ((0,), lambda weights: weights.abs_()),
+    "aten.poisson.default": ((0,), lambda rates: rates.abs_()),
+    "aten.bernoulli.default": ((0,), lambda probabilities: probabilities.sigmoid_()),
+    "aten.binary_cross_entropy.default": ((0, 1), lambda *probabilities: [one.sigmoid_() for one in probabilities]),
+    "aten.normal.Tensor_Tensor": ((1,), lambda deviations: deviations.abs_()),
+    "aten.normal.float_Tensor": ((1,), lambda deviations: deviations.abs_()),
+    "aten.cholesky.default": ((0,), lambda matrices: matrices.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)),
+    "aten.multilabel_margin_loss_backward.default": ((4,), lambda is_target: is_target.zero_()),
+    "aten._ctc_loss.Tensor": ((1, 3), _share_out),
+}
