@@ -165,6 +165,17 @@ def _noisy(module: Any) -> None:
     parametrize.register_parametrization(module.part, "weight", Noise())
 
 
+@contextlib.contextmanager
+def _given(kind: type, name: str, value: Any) -> Iterator[None]:
+    """Inside, the class has this under a name that it has nothing of its own under."""
+    assert name not in vars(kind)
+    setattr(kind, name, value)
+    try:
+        yield
+    finally:
+        delattr(kind, name)
+
+
 _CALL = nn.Module.__call__
 _TANH, _MATMUL = having(part=nn.Tanh), torch.backends.cuda.matmul
 # name: what is computed, what that needs, and what is around the later steps, in a folder of the test's.
@@ -175,6 +186,12 @@ AROUND: dict[str, tuple[Callable[..., Any], Any, Callable[[Path], contextlib.Abs
     "function of NumPy's": (lambda s, y, x: y * float(np.sqrt(4.0)), None, lambda _: replaced(np, "sqrt", _twice(np.sqrt))),
     "forward of a library's class": (part_of, _TANH, lambda _: replaced(nn.Tanh, "forward", _twice(nn.Tanh.forward))),
     "how modules are called": (part_of, _TANH, lambda _: replaced(nn.Module, "__call__", _calling)),
+    "how those of a library's class are called": (part_of, _TANH, lambda _: _given(nn.Tanh, "__call__", _calling)),
+    "how those of a library's class are called in the end": (part_of, _TANH, lambda _: _given(nn.Tanh, "_call_impl", _twice(nn.Module._call_impl))),
+    "what those of a library's class are asked for": (part_of, having(part=lambda: nn.Linear(4, 4)), lambda _: _given(nn.Linear, "__getattr__", _twice(nn.Module.__getattr__))),
+    "property of a library's class": (part_of, having(part=lambda: nn.LeakyReLU(0.1)), lambda _: _given(nn.LeakyReLU, "negative_slope", property(lambda self: 0.9))),
+    "property before a parameter": (part_of, having(part=lambda: nn.Linear(4, 4)), lambda _: _given(nn.Linear, "bias", None)),
+    "what a library's class goes through": (part_of, having(part=lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())), lambda _: replaced(nn.Sequential, "__iter__", lambda self: iter([self[0]]))),
     "parameters that are computed once": (lambda s, y, x: s.part(s.part(y)), _noisy, lambda _: parametrize.cached()),
     "flag of a backend": (lambda s, y, x: y * (1 + _MATMUL.allow_tf32 * torch.backends.cudnn.enabled), None, lambda _: replaced(_MATMUL, "allow_tf32", True)),
     "autocast of another device": (lambda s, y, x: y * (1 + torch.is_autocast_enabled("cuda")), None, lambda _: _half_on_accelerators()),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lowtide.capture.python_state.code.installed import is_library
 from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.external_effects import hooks_of
 from lowtide.capture.python_state.guards.files import Watched
@@ -41,7 +42,15 @@ from lowtide.objects.walk import ABSENT, PLAIN, content
 from lowtide.program.scalars import CHANGING
 
 _REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules", "has other attributes")
-_CALLING = ("__call__", "_wrapped_call_impl", "_call_impl")  # what it is to call a module
+_CALLING = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__")  # what it is to call a module, and to ask it
+_HOLDING = (
+    "__bool__",
+    "__contains__",
+    "__getitem__",
+    "__iter__",
+    "__len__",
+    "__reversed__",
+)  # and to take others from it
 _BESIDE = ("part", "computed")  # kinds of numbers that are not noted by themselves
 _OTHERWISE = {Form: " holds other things", OneContainer: " is no longer another attribute's"}
 _MOST_REMAKES = 8  # of the quick function, where equal values are put anew before each call
@@ -87,8 +96,10 @@ class Guards:
         formed = {owned(model, place) for place in told}
         for results in reads.caches.values():
             results.settle()
-        # As they are now: the first is another one while a model is traced.
-        kept = [Read("class", nn.Module, name, vars(nn.Module)[name], f"torch.nn.Module.{name}") for name in _CALLING]
+        modules = [*model.modules()]
+        kept = _special_methods(
+            {type(module): None for module in (*modules, *(one for one, _ in reads.hidden.values()))}
+        )
         for read in reads.values.values():
             key = id(read.owner), read.name
             if key in formed and _as_found(read, contents):
@@ -100,7 +111,7 @@ class Guards:
         kept += of_one_container(model, free)
         kept += [one.read._replace(value=one.comparisons) for one in numbers.values() if one.read.kind in _BESIDE]
         return cls(
-            _wiring(list(model.modules())),
+            _wiring(modules),
             tuple(kept),
             contents,
             tuple(reads.hidden.values()),
@@ -184,6 +195,17 @@ class Guards:
             return " is no longer one object under several names, or has become one"
         index, one, other = found
         return f"{part_name(value, index)}{self._difference(one, other)}"
+
+
+def _special_methods(kinds: Iterable[type]) -> list[Read]:
+    """What Python looks up in classes of modules, where nobody sees it, as it is now: some are others while a model is traced.
+    Of the user's classes, all that stands in them was noted."""
+    return [
+        Read("class", kind, name, found, f"{kind.__module__}.{kind.__qualname__}.{name}")
+        for kind in (nn.Module, *filter(is_library, kinds))
+        for name in (*_CALLING, *_HOLDING)
+        if (found := current("class", kind, name)) is not ABSENT
+    ]
 
 
 def _as_found(read: Read, contents: Contents) -> bool:

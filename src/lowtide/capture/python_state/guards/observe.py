@@ -318,7 +318,7 @@ class Observer:
             elif self._matters(seen, original, name):
                 self._note_one(seen, original, name)
             elif name in _SHADOWED or is_registered(original, name):  # what its own dictionary had would come first
-                self.reads.note("attribute", original, name, ABSENT, f"{self._texts.get(id(original))}.{name}")
+                self._note_one(seen, original, name, look=False)
         finally:
             self._busy = False
         self._drain()
@@ -340,11 +340,11 @@ class Observer:
             text = self._texts.get(id(original), type(original).__name__)
             self.reads.note_names(original, current("names", original, ""), text)
 
-    def _note_one(self, seen: Any, original: Any, name: str) -> None:
+    def _note_one(self, seen: Any, original: Any, name: str, *, look: bool = True) -> None:
         text = f"{self._texts.get(id(original), type(original).__name__)}.{name}"
         for kind, owner in decided_by(original, name):
             value = current(kind, owner, name)
             self.reads.note(kind, owner, name, value, f"{owner.__name__}.{name}" if kind == "class" else text)
             now = value if kind == "class" else current(kind, seen, name)
-            if value is not ABSENT and now is not ABSENT:
+            if look and value is not ABSENT and now is not ABSENT:
                 self._reach(now, self._original_of(now, value), text)
