@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+import lowtide
 from lowtide.capture import capture
 from lowtide.capture.trace import real_strides
 from lowtide.cost.synthetic import synthetic_tensor
 from lowtide.ir.graph import TANGENT_TARGET
+from lowtide.objects.clones import arrays_as_they_lie
 from lowtide.program import Program
 from lowtide.program.layouts import contiguous_strides
 from lowtide.program.references import map_references
@@ -162,3 +166,49 @@ def test_products_return_matrices_in_order(left: str, right: str) -> None:
         getattr(torch.ops.aten, n).default for n in ("mm", "addmm", "bmm", "baddbmm")
     }
     assert all(one.stride() == contiguous_strides(one.shape) for one in made)
+
+
+_TABLE = np.arange(64, dtype=np.float32).reshape(8, 8)[::2, ::2].T
+
+
+class _Tabled(nn.Module):
+    """Multiplies by a table of NumPy's."""
+
+    def __init__(self, made: Callable[[np.ndarray], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.table, self.made = nn.Linear(8, 4), _TABLE, made
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        table = self.made(self.table)
+        return (self.first(x) @ table).square().mean(), table
+
+
+@pytest.mark.parametrize(
+    "made", [torch.from_numpy, torch.tensor, lambda table: torch.as_tensor(table[::-1].copy()).t()]
+)
+def test_constants_that_are_made_of_arrays(made: Callable[[np.ndarray], torch.Tensor]) -> None:
+    model = _Tabled(lambda table: made(table)[:4, :4])
+    x = torch.randn(8, 8)
+    lowtide.rematerialize(model, (x,), budget="100%", on_capture_error="error")
+    found, expected = model(x)[1], made(_TABLE)[:4, :4]
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+
+
+def test_copies_of_arrays_lie_in_memory_as_these_do() -> None:
+    whole = np.arange(16.0).reshape(4, 4)
+    dates = np.array(["2020-01-01", "2020-01-02"], "M8[D]")
+    fields = np.zeros(3, [("a", float), ("b", int)])
+    arrays = [whole[::2, ::-1].T, whole, dates[1:], dates, fields["b"], np.frombuffer(b"abc"[:2], "u1")]
+    arrays += [np.broadcast_to(np.arange(3.0), (4, 3)), np.zeros((0, 3))[:, ::2], np.array([[1, "a"]], object)]
+    with arrays_as_they_lie():
+        copies = copy.deepcopy(arrays)
+    for array, copied in zip(arrays, copies, strict=True):
+        assert np.array_equal(array, copied)
+        assert (array.strides, array.flags.writeable) == (copied.strides, copied.flags.writeable)
+        assert not np.shares_memory(array, copied)
+    assert np.shares_memory(copies[0], copies[1])
+    assert np.shares_memory(copies[2], copies[3])
+    with arrays_as_they_lie():  # much more than the view shows
+        part = copy.deepcopy(np.zeros(1 << 24)[:2])
+    assert part.base is None

@@ -62,6 +62,12 @@ def described() -> Any:
     return made
 
 
+def _read_only() -> np.ndarray:
+    array = np.ones(2)
+    array.setflags(write=False)
+    return array
+
+
 @functools.singledispatch
 def dispatched(value: Any) -> float:
     return 1.0
@@ -329,6 +335,11 @@ CASES: dict[str, Case] = {
     "array of no dimension": (lambda: np.array(1.0), lambda s: float(s), lambda s: s.fill(2.0)),
     "masked array": (lambda: np.ma.array([1.0, 2.0], mask=[0, 0]), lambda s: float(s.sum()), _put(1, np.ma.masked)),
     "transposed array": (lambda: Thing(a=np.arange(4.0).reshape(2, 2)), lambda s: s.a[0, 1], lambda s: setattr(s, "a", s.a.T)),
+    "order of an array's items in memory": (lambda: Thing(a=np.arange(4.0).reshape(2, 2)), lambda s: s.a.ravel(order="K")[1], lambda s: setattr(s, "a", np.asfortranarray(s.a))),
+    "whether an array may be written": (lambda: np.ones(2), lambda s: 1.0 + s.flags.writeable, lambda s: s.setflags(write=False)),
+    "that an array may be written": (_read_only, lambda s: 1.0 + s.flags.writeable, lambda s: s.setflags(write=True)),
+    "steps of an array": (lambda: Thing(a=np.ones((4, 4))[::2, ::2]), lambda s: s.a.strides[0], lambda s: setattr(s, "a", s.a.copy())),
+    "names of an array's fields": (lambda: np.zeros(1, [("a", float)]), lambda s: len(s.dtype.names[0]), lambda s: setattr(s.dtype, "names", ("abc",))),
     "Decimal": (lambda: Thing(number=decimal.Decimal("1.0")), lambda s: s.number, _set("number", decimal.Decimal("2.0"))),
     "timedelta": (lambda: Thing(time=datetime.timedelta(seconds=1)), lambda s: s.time.total_seconds(), _set("time", datetime.timedelta(seconds=2))),
     "pattern": (lambda: Thing(pattern=re.compile("a")), lambda s: 1.0 + bool(s.pattern.match("b")), _set("pattern", re.compile("b"))),

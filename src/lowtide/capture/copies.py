@@ -16,6 +16,7 @@ from torch._library.custom_ops import CustomOpDef
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
+from lowtide.objects.clones import arrays_as_they_lie
 from lowtide.objects.opaque import CONSTANT
 from lowtide.objects.walk import CONTAINERS, GENERATORS, cell_value, closed_over, functions_in, reachable
 
@@ -46,7 +47,8 @@ def copy_without_data(
     closures = _closures(model, {*map(id, state), *map(id, model.modules())})
     memo |= {id(function): copied for function, copied in closures}
     try:
-        clone = _copied(model, memo)
+        with arrays_as_they_lie():
+            clone = _copied(model, memo)
     except Exception as error:
         raise CaptureError(
             f"the model cannot be copied ({type(error).__name__}: {error}), and what is captured is a copy of it, so that the "

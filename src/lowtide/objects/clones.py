@@ -1,15 +1,20 @@
 """Shallow copies of objects, and containers of classes of their own: past what these classes make of copying, reading and
-filling them."""
+filling them. Deep copies of arrays that lie in memory as these do."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from lowtide.objects.walk import fields
 
 _BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple)  # the last one that fits is of none before
+_MOST_SPREAD, _MOST_BYTES = 16, 1 << 26  # of the memory that an array is a view of, for a copy of that
 
 
 def _base(node: Any) -> Any:
@@ -56,3 +61,47 @@ def copied(node: Any) -> Any:
     for name, value in fields(node).items():
         object.__setattr__(clone, name, value)
     return clone
+
+
+@contextlib.contextmanager
+def arrays_as_they_lie() -> Iterator[None]:
+    """Inside, deep copies of arrays have their strides, share memory where they do, and may be written where they may."""
+    table: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
+    table[np.ndarray] = _as_it_lies
+    try:
+        yield
+    finally:
+        del table[np.ndarray]
+
+
+def _as_it_lies(array: np.ndarray, memo: dict[Any, Any]) -> np.ndarray:
+    whole: Any = array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    owns = whole is array and array.base is None
+    memory = None if owns or array.dtype.hasobject or not array.size else _memory(whole, array.nbytes, memo)
+    if memory is None:
+        made = array.__deepcopy__(memo)
+    else:
+        offset = _address(array) - np.lib.array_utils.byte_bounds(whole)[0]
+        made = np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
+    made.setflags(write=array.flags.writeable)
+    return made
+
+
+def _memory(whole: np.ndarray, used: int, memo: dict[Any, Any]) -> np.ndarray | None:
+    """A copy of the memory of an array that others are views of; ``None`` where it is much larger than what they use."""
+    first, end = np.lib.array_utils.byte_bounds(whole)
+    if ("memory", id(whole)) not in memo and end - first <= max(_MOST_BYTES, _MOST_SPREAD * used):
+        if whole.base is None:
+            flat = copy.deepcopy(whole, memo).ravel(order="K").view(np.uint8)
+        else:
+            flat = np.zeros(end - first, np.uint8)
+            np.ndarray(whole.shape, whole.dtype, flat, _address(whole) - first, whole.strides)[...] = whole
+        memo["memory", id(whole)] = flat if flat.nbytes == end - first else None
+    found: np.ndarray | None = memo.get(("memory", id(whole)))
+    return found
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])

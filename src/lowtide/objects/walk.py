@@ -55,7 +55,9 @@ def _bytes(value: Any) -> tuple[Any, ...]:
 def _array(value: np.ndarray) -> tuple[Any, ...]:
     plain = np.asarray(value)
     items = plain.ravel().tolist() if value.dtype.hasobject else [plain.tobytes()]
-    return value.shape, value.dtype.str, *items, *(_namespace(value) if hasattr(value, "__dict__") else ())
+    fields = str(value.dtype) if value.dtype.names else value.dtype.str
+    own = (value.shape, value.strides, value.flags.writeable, fields)
+    return *own, *items, *(_namespace(value) if hasattr(value, "__dict__") else ())
 
 
 def _variable(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:

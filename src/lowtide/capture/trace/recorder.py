@@ -16,12 +16,15 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.trace.expected import QUESTIONS
 from lowtide.capture.trace.results import PLAIN, is_composite, writes_nothing
+from lowtide.program.layouts import span_elements
 
 _DEVICE = torch.ops.prim.device.default
-_LEFT = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, _DEVICE}
+_FRESH = torch.ops.aten.lift_fresh.default
+_LEFT = {_FRESH, torch.ops.aten.lift_fresh_copy.default, _DEVICE}
 
 
 class UnknownError(Exception):
@@ -38,6 +41,9 @@ def recording(dispatch: Callable[..., Any]) -> Callable[..., Any]:
             return args[0].fake_device
         if func in QUESTIONS:
             return func(*args, **kwargs)
+        if func is _FRESH and type(args[0]) is torch.Tensor and (memory := _memory(args[0])) is not None:
+            lifted = run(mode, func, types, (memory,))
+            return run(mode, torch.ops.aten.as_strided.default, types, (lifted, *_strided(args[0])))
         try:
             noted = nodes_of(mode.tracer, args, kwargs) if is_simple(func) else None
         except UnknownError:
@@ -68,6 +74,20 @@ def nodes_of(tracer: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict
 def note(tracer: Any, func: Any, nodes: tuple[tuple[Any, ...], dict[str, Any]], result: Any) -> None:
     """``func`` of these nodes has made ``result``."""
     _follow(tracer, result, tracer.create_node("call_function", func, *nodes, name=_name(func)))
+
+
+def _memory(constant: torch.Tensor) -> torch.Tensor | None:
+    """All that lies where a constant does that is not contiguous: what the tracer lifts it by, a copy, would be contiguous."""
+    if constant.layout is not torch.strided or constant.is_quantized or constant.is_conj() or constant.is_neg():
+        return None
+    if constant.is_contiguous() or constant.requires_grad:
+        return None
+    with _disable_current_modes():
+        return constant.as_strided((span_elements(constant.shape, constant.stride()),), (1,))
+
+
+def _strided(constant: torch.Tensor) -> tuple[list[int], list[int]]:
+    return [*constant.shape], [*constant.stride()]
 
 
 @functools.lru_cache(maxsize=1 << 12)
