@@ -376,3 +376,26 @@ def test_calls_in_other_threads(inner: str) -> None:
         assert _equal_gradients(model, plain)
     lowtide.restore(model)
     assert inner == "forward" or max(found[1:]) <= peak * 6 // 10 < found[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by Dynamo
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", ["in place", "module", "function"])
+def test_calls_inside_of_what_is_compiled(compiled: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where Dynamo's frames end, no mode is left that would rebuild what was evicted."""
+    torch.manual_seed(0)
+    plain, inputs = _Dynamic(), torch.randn(512, 64)
+    model = copy.deepcopy(plain)
+    (peak,) = _steps(plain, inputs, 1)
+    lowtide.rematerialize(model, (inputs,), budget=peak * 5 // 10, on_capture_error="online")
+    call: Callable[[torch.Tensor], torch.Tensor] = model
+    if compiled == "in place":
+        model.compile(backend="eager")
+    else:
+        call = torch.compile(model if compiled == "module" else lambda x: model(x), backend="eager")
+    for _ in range(3):
+        model.zero_grad()
+        call(inputs).backward()
+        assert not is_inside()
+    assert _equal_gradients(model, plain)
+    assert caplog.text.count("the online mode ends with each call") == 1

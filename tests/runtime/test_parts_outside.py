@@ -499,6 +499,56 @@ def test_what_is_compiled_is_no_part(in_place: bool) -> None:
     assert [part.name for part in one.forward.parts.planned()] == ["0", "2"]
 
 
+class _Selecting(nn.Module):
+    """No single program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Linear(128, WIDTH)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            rows = (x.mean(1) > 0).nonzero().flatten()
+            x = x.index_add(0, rows, x[rows] * 0.1)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by Dynamo
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_model_that_is_compiled_in_place_later_stays_in_parts() -> None:
+    torch.manual_seed(0)
+    model, x = _Selecting(), torch.randn(256, WIDTH)
+    plain = copy.deepcopy(model)
+    lowtide.rematerialize(model, (x,), budget="70%")
+    for step in range(6):
+        if step == 2:
+            model.compile(backend="eager")
+        for one in (model, plain):
+            one.zero_grad()
+            one(x).square().mean().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert model.forward.parts.planned()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
+def test_a_submodule_becomes_a_scripted_one() -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(WIDTH, 128), nn.Tanh(), nn.Linear(128, WIDTH))
+    model = nn.Sequential(block, copy.deepcopy(block), copy.deepcopy(block))
+    plain, x = copy.deepcopy(model), torch.randn(256, WIDTH)
+    lowtide.rematerialize(model, (x,), budget="70%")
+    for step in range(4):
+        for one in (model, plain):
+            if step == 2:
+                one[1][2] = torch.jit.script(one[1][2])
+            one.zero_grad()
+            one(x).square().mean().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 class _Forced(nn.Module):
     """Teacher forcing: Python's generator decides which token comes next, at each step of a cell."""
 

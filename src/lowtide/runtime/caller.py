@@ -22,6 +22,7 @@ from lowtide.errors import ExecutionError
 from lowtide.objects.walk import variables
 
 T = TypeVar("T")
+_DYNAMO = "torch._dynamo.eval_frame"
 TRANSFORMED = (
     "%s runs without a plan, outside the budget, under torch.func, forward-mode derivatives, torch.jit.trace, modes "
     "(TorchDispatchMode, TorchFunctionMode), hooks of saved tensors, backward hooks of all modules, or "
@@ -30,10 +31,19 @@ TRANSFORMED = (
 COPIED = "a %s that has the attributes of a planned model runs without a plan, outside the budget: rematerialize it by itself"
 
 
+def is_compiled_around(frame: types.FrameType | None) -> bool:
+    """Whether what ``torch.compile`` has compiled calls this frame, at any depth."""
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == _DYNAMO:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def calling(frame: types.FrameType) -> types.FrameType:
     """``frame``, or the one that it runs for, where it is of the wrapper that keeps Dynamo out of what it calls."""
     outer = frame.f_back
-    return outer if outer is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" else frame
+    return outer if outer is not None and frame.f_globals.get("__name__") == _DYNAMO else frame
 
 
 def copied_module(planned: Any, model: nn.Module | None, frame: types.FrameType) -> nn.Module | None:

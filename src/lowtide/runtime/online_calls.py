@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ import torch
 
 from lowtide.dynamic.context import leave_if_innermost, online
 from lowtide.errors import InfeasibleBudgetError, LowtideError, OnlineBudgetError
+from lowtide.runtime.caller import is_compiled_around
 from lowtide.runtime.calls.result_hooks import tell
 
 _LOG = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class OnlineCalls:
         # Whoever catches the error of code between two passes need not know that the thread is still inside.
         settings = self._context.settings
         self._context.settings = dataclasses.replace(settings, may_exceed=may_exceed, refuses_once=True)
-        self._entered = self._running = False
+        self._entered = self._running = self._compiled = False
         self._calls: list[_Call] = []
         self._trusted: weakref.WeakSet[threading.Thread] = weakref.WeakSet([threading.main_thread()])
         self.step_seconds: deque[float] = deque(maxlen=_STEPS)
@@ -64,6 +66,11 @@ class OnlineCalls:
         if self._running:  # the model calls itself
             return forward(*args, **kwargs)
         if not self._entered:
+            within, self._compiled = self._compiled, is_compiled_around(sys._getframe(1))
+            if self._compiled and not within:
+                _LOG.warning(
+                    "inside of what torch.compile has compiled, the online mode ends with each call of the model"
+                )
             self._context.__enter__()
             self._entered, self._began = True, time.perf_counter()
             with _lock:
@@ -81,7 +88,7 @@ class OnlineCalls:
             raise
         self._running = False
         self._calls.append(_Call(result))
-        if threading.current_thread() not in self._trusted:
+        if self._compiled or threading.current_thread() not in self._trusted:
             self._leave_to_others()
         return result
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.capture.model_state import named_modules
+from lowtide.objects.walk import class_attribute
 from lowtide.program.distributed.sharded import is_sharded
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, torch.jit.ScriptModule)
@@ -22,11 +23,13 @@ def can_run_in_parts(model: nn.Module) -> bool:
 
 def tried_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The submodules, by their names, of which a plan for each alone could free something. What ``torch.compile`` has compiled
-    is none, nor what is inside of that: Dynamo would trace the plans."""
+    is none, nor what is inside of that: Dynamo would trace the plans. It leaves the model itself alone (``planned``)."""
     first: dict[int, tuple[str, nn.Module]] = {}  # each module by its first name
     for name, module in named_modules(model):
         first.setdefault(id(module), (name, module))
-    compiled = {id(inner) for _, module in first.values() if _is_compiled(module) for inner in module.modules()}
+    compiled = {
+        id(inner) for name, module in first.values() if name and _is_compiled(module) for inner in module.modules()
+    }
     tried = (named for key, named in first.items() if key not in compiled and _may_free(named[1]))
     return [(name.removesuffix("."), module) for name, module in tried if name]
 
@@ -55,7 +58,11 @@ def list_of(model: nn.Module, name: str) -> str | None:
 def made_like(modules: Sequence[nn.Module]) -> Any:
     """Equal for modules, each with those in it, of the same classes, and with the same switches and modes in attributes."""
     return tuple(
-        (type(one), type(one).forward, *(item for item in vars(one).items() if isinstance(item[1], bool | str)))
+        (
+            type(one),
+            class_attribute(type(one), "forward"),
+            *(item for item in vars(one).items() if isinstance(item[1], bool | str)),
+        )
         for one in modules
     )
 
