@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from lowtide.objects.walk import fields
 
 _BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple)  # the last one that fits is of none before
+_lock, _inside = threading.Lock(), 0
 _MOST_SPREAD, _MOST_BYTES = 16, 1 << 26  # of the memory that an array is a view of, for a copy of that
 
 
@@ -65,13 +67,20 @@ def copied(node: Any) -> Any:
 
 @contextlib.contextmanager
 def arrays_as_they_lie() -> Iterator[None]:
-    """Inside, deep copies of arrays have their strides, share memory where they do, and may be written where they may."""
+    """Inside, in all threads, deep copies of arrays have their strides, share memory where they do, and may be written where
+    they may."""
+    global _inside
     table: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
-    table[np.ndarray] = _as_it_lies
+    with _lock:
+        _inside += 1
+        table[np.ndarray] = _as_it_lies
     try:
         yield
     finally:
-        del table[np.ndarray]
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                del table[np.ndarray]
 
 
 def _as_it_lies(array: np.ndarray, memo: dict[Any, Any]) -> np.ndarray:

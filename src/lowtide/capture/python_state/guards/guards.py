@@ -43,14 +43,8 @@ from lowtide.program.scalars import CHANGING
 
 _REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules", "has other attributes")
 _CALLING = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__")  # what it is to call a module, and to ask it
-_HOLDING = (
-    "__bool__",
-    "__contains__",
-    "__getitem__",
-    "__iter__",
-    "__len__",
-    "__reversed__",
-)  # and to take others from it
+# And to take others from it.
+_HOLDING = ("__bool__", "__contains__", "__getitem__", "__iter__", "__len__", "__reversed__")
 _BESIDE = ("part", "computed")  # kinds of numbers that are not noted by themselves
 _OTHERWISE = {Form: " holds other things", OneContainer: " is no longer another attribute's"}
 _MOST_REMAKES = 8  # of the quick function, where equal values are put anew before each call
