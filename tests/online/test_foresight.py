@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,6 +181,36 @@ def test_a_plan_that_takes_far_longer_is_left_at_once(monkeypatch: pytest.Monkey
     ruled = _statistics(session, lambda: found.append(ours.step(6)))
     assert ruled.planned_evictions == 0
     assert all(map(torch.equal, expected, found))
+
+
+def _read_in_turn(length: int = 200, reads: int = 300) -> list[torch.Tensor]:
+    """Of a chain of tensors, some in every which place, each of which is computed from all before."""
+    tensors = [torch.linspace(0, 1, 1024)]
+    for _ in range(length):
+        tensors.append(torch.sin(tensors[-1]) * 1.5)
+    return [tensors[(number * 83) % length].sum() for number in range(reads)]
+
+
+def test_a_program_that_hardly_goes_on_exceeds_its_budget(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only where it may: computing again takes no more than many times what the program's own operators take."""
+    monkeypatch.setattr(statistics, "_GRACE_NS", 0)
+    monkeypatch.setattr(statistics, "_MOST_AGAIN", 4)
+    expected, found = _read_in_turn(), {}
+    ran = {}
+    for may_exceed in (False, True):
+        session = lowtide.online(10 * 4096, planning="never")
+        session.settings = replace(session.settings, may_exceed=may_exceed)
+        with session:
+            found[may_exceed] = _read_in_turn()
+            ran[may_exceed] = replace(session.statistics)
+        assert all(map(torch.equal, expected, found[may_exceed]))
+    assert ran[False].peak_bytes <= ran[False].budget_bytes
+    assert ran[False].rematerialize_ns > 6 * ran[False].operator_ns
+    assert ran[True].peak_bytes > ran[True].budget_bytes
+    assert ran[True].rematerialize_ns < 5 * ran[True].operator_ns
+    assert caplog.text.count("goes on above its budget: most of the time went into computing again") == 1
 
 
 def test_one_context_around_the_whole_loop() -> None:

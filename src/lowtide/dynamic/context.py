@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lowtide.budget import is_amount, is_percentage, parse_budget
 from lowtide.device import accelerator_in_use, find
 from lowtide.dynamic.habits import PLANNING, Habits
-from lowtide.dynamic.run import OnlineRun, Session, Settings
+from lowtide.dynamic.online_settings import OnlineSettings
+from lowtide.dynamic.run import OnlineRun, Session
 from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.errors import ExecutionError, OnlineBudgetError, PlanError
 from lowtide.eviction import HEURISTICS
@@ -106,7 +107,9 @@ class online:
         check_seed(seed)
         habits = _habits(planning, policy)
         memory = _device_of_budget(device)
-        self.settings = Settings(budget_bytes, heuristic, policy, sample, record, seed, warn_above, memory, habits)
+        self.settings = OnlineSettings(
+            budget_bytes, heuristic, policy, sample, record, seed, warn_above, memory, habits
+        )
         if habits is not None:
             weakref.finalize(self, habits.searches.stop)
         self._entered: list[Session] = []

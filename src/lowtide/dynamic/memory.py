@@ -12,13 +12,14 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from lowtide.device import plain_types
 from lowtide.dynamic import statistics
+from lowtide.dynamic.failures import Refusal
 from lowtide.dynamic.node import PREFERENCES, WRITTEN, Handle, Node, OperatorCall, dependents_of, is_opaque, storage_of
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.storages import empty, is_empty
@@ -26,14 +27,9 @@ from lowtide.eviction import Pool
 from lowtide.memory.allocators import Meter
 
 _LOG = logging.getLogger(__name__)
-
-
-class Refusal(NamedTuple):
-    """An allocation that could not be granted: what was asked for, what was in use, and by how much both are too much."""
-
-    wanted_bytes: int
-    used_bytes: int
-    missing_bytes: int
+_LOOKING_NS = (
+    500_000_000  # for constants that can go, beside what operators took, where a program may exceed its budget
+)
 
 
 class Memory:
@@ -52,7 +48,7 @@ class Memory:
         self.banish = policy == "banish"
         self.ignore = policy == "ignore"
         self.recorder = recorder
-        self.may_exceed, self._said = may_exceed, False
+        self.may_exceed, self._said, self._looking_ns = may_exceed, False, 0
         self.on_release: Callable[[Node], None] | None = None
         self.on_eviction: Callable[[Node], None] | None = None
         self.limit_bytes: int | None = None
@@ -65,7 +61,7 @@ class Memory:
         self.dead: list[Handle] = []  # handles of storages that are gone, not yet looked at
         self.locked: list[tuple[Node, ...]] = []  # what each operator under way needs, the innermost last
         self.started = 0  # of the operators under way, the outermost ones that run already
-        self.rebuilds = 0  # under way, one inside the other
+        self.rebuilds = self.rebuild_began_ns = 0  # those under way, one inside the other, and when the outermost began
         # Rebuilt only for others, the program released them; the oldest first.
         self.intermediates: dict[Node, None] = {}
         self.read_constants: dict[Node, None] = {}  # that calls read, and hold the storages of
@@ -151,14 +147,16 @@ class Memory:
     def make_room(self, wanted_bytes: int) -> bool:
         """Evict until so many bytes can be allocated; false where that cannot be."""
         while self.free_bytes() < wanted_bytes:
-            if not self.evict_one():
-                if self.may_exceed:
-                    if not self._said:
-                        _LOG.warning("the online mode goes on above its budget: nothing more can be evicted")
-                    self._said = True
-                    return True
+            enough = self.may_exceed and self.counters.hardly_goes_on(self.rebuild_began_ns if self.rebuilds else None)
+            if not enough and self.evict_one():
+                continue
+            if not self.may_exceed:
                 self.refusal = Refusal(wanted_bytes, self.meter.level_bytes, wanted_bytes - self.free_bytes())
                 return False
+            why = "most of the time went into computing again" if enough else "nothing more can be evicted"
+            _LOG.log(0 if self._said else logging.WARNING, "the online mode goes on above its budget: %s", why)
+            self._said = True
+            return True
         return True
 
     def take_failure(self) -> tuple[BaseException | None, Refusal | None]:
@@ -177,8 +175,7 @@ class Memory:
     def evict_one(self) -> bool:
         """Empty the storage that the heuristic chooses; false where none can go."""
         began = statistics.now_ns()
-        node = self._victim()
-        if node is not None:
+        if (node := self._victim()) is not None:
             self._evict_counted(node, began)
         return node is not None
 
@@ -204,8 +201,7 @@ class Memory:
         return chosen
 
     def _preferred(self) -> Node | None:
-        victims = (self.pool.victim(allowed) for allowed in PREFERENCES)
-        return cast("Node | None", next(filter(None, victims), None))
+        return cast("Node | None", next(filter(None, map(self.pool.victim, PREFERENCES)), None))
 
     def evict(self, node: Node) -> None:
         """Give the bytes back; what holds the storage keeps it, empty."""
@@ -288,9 +284,13 @@ class Memory:
         gradients of all steps. Whether anything went.
         """
         self.release_dead()
+        if self.may_exceed and self._looking_ns > _LOOKING_NS + self.counters.operator_ns:
+            return False
+        began = statistics.now_ns()
         gone = [node for node in list(self.read_constants) if not node.children or self._let_go(node, thorough)]
         for node in gone:
             self.read_constants.pop(node, None)
+        self._looking_ns += statistics.now_ns() - began
         return bool(gone)
 
     def _let_go(self, node: Node, thorough: bool) -> bool:

@@ -15,6 +15,7 @@ from torch import UntypedStorage
 
 from lowtide.dynamic import statistics
 from lowtide.dynamic.executor import Executor
+from lowtide.dynamic.failures import RebuildError
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import WRITTEN, Node, OperatorCall, View, mapped, storage_of, tensors_of, views_in
 from lowtide.dynamic.operators import Operator, values_at
@@ -24,24 +25,22 @@ from lowtide.dynamic.storages import fill
 from lowtide.errors import ExecutionError
 
 _CLONE = Operator(torch.ops.aten.clone.default)
+_PLANNED_NS = (
+    1_000_000_000  # of planning, beside what the program's operators took, after which it goes on above the budget
+)
 _ATTEMPTS = 30  # at a rebuild, each of which finds out what scratch one more operator takes
 
 
-class RebuildError(RuntimeError):
-    """What was evicted can not be rebuilt within the budget; no plan was found that would do with less than that."""
-
-    def __init__(self, missing_bytes: int) -> None:
-        super().__init__(f"no plan was found for a rebuild without {missing_bytes} bytes more")
-        self.missing_bytes = missing_bytes
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Experience:
     """What rebuilds found out and later ones need not: orders of calls within little memory, and how much memory kinds of
-    calls take beyond their results."""
+    calls take beyond their results. ``planning_ns``: what that took in all runs, and ``operator_ns``, what the program's own
+    operators did in those that have ended."""
 
     orders: OrderCache = field(default_factory=OrderCache)
     scratch_bytes: dict[Hashable, int] = field(default_factory=dict)
+    planning_ns: int = 0
+    operator_ns: int = 0
 
 
 class Rebuilder:
@@ -50,6 +49,7 @@ class Rebuilder:
     def __init__(self, memory: Memory, executor: Executor, experience: Experience) -> None:
         self.memory = memory
         self.executor = executor
+        self.experience = experience
         self.orders, self.scratch_bytes = experience.orders, experience.scratch_bytes
 
     def complete(self, needs: Iterable[Node]) -> None:
@@ -64,6 +64,8 @@ class Rebuilder:
         The scratch of operators is not known beforehand: where it was too much, the plan is made again with what was learnt.
         """
         began = statistics.now_ns()
+        if not self.memory.rebuilds:
+            self.memory.rebuild_began_ns = began
         try:
             for _ in range(_ATTEMPTS):
                 targets = [node for node in targets if not node.resident]
@@ -89,13 +91,19 @@ class Rebuilder:
                 self.memory.counters.rematerialize_ns += statistics.now_ns() - began
 
     def _plan(self, targets: list[Node]) -> RebuildPlan | None:
-        """Everything that is gone once, and all that is there and read kept until then; ``None`` where there is no room."""
+        """Everything that is gone once, and all that is there and read kept until then; ``None`` where there is no room, and
+        another way is to be looked for."""
         calls, there = calls_behind(targets, self._scratch_of)
         plan = make_plan(calls, targets, there)
         if plan.peak_bytes <= self.memory.free_bytes() or plan.peak_bytes <= self.memory.available_bytes():
             return plan
         plan = make_plan(sorted(calls), targets, there)
-        return plan if plan.peak_bytes <= self.memory.available_bytes() else None
+        return plan if plan.peak_bytes <= self.memory.available_bytes() or self._has_planned_enough() else None
+
+    def _has_planned_enough(self) -> bool:
+        """Whether to go on above the budget, where that may be: a program of many small operators would hardly go on at all."""
+        program_ns = self.experience.operator_ns + self.memory.counters.operator_ns
+        return self.memory.may_exceed and self.experience.planning_ns > _PLANNED_NS + program_ns
 
     def _rebuild_in_less(self, targets: list[Node]) -> bool:
         """From what cannot be computed again onwards, and some results more than once.
@@ -109,8 +117,11 @@ class Rebuilder:
         targets += [node for node in locks if node.resident]
         for node in locks:
             node.locks = 0
+        began = statistics.now_ns()
         try:
-            return self._follow(self._plan_in_less(targets, memory.available_bytes()))
+            plan = self._plan_in_less(targets, memory.available_bytes())
+            self.experience.planning_ns += statistics.now_ns() - began
+            return self._follow(plan)
         finally:
             for node, count in locks.items():
                 node.locks += count

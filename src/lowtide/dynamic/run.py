@@ -11,8 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -20,14 +19,14 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.dynamic.engine import Engine
-from lowtide.dynamic.executor import Observed, executor_for
+from lowtide.dynamic.executor import executor_for
+from lowtide.dynamic.failures import RebuildError, Refusal
 from lowtide.dynamic.foresight import Foresight
-from lowtide.dynamic.habits import Habits
-from lowtide.dynamic.memory import Memory, Refusal
+from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import AccumulateGrad, Origin, current_node, origin_of
+from lowtide.dynamic.online_settings import OnlineSettings
 from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.patches import Access, Patches, UncompiledMode, uncompiled
-from lowtide.dynamic.rebuild import Experience, RebuildError
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.statistics import OnlineStatistics
 from lowtide.errors import ExecutionError, OnlineBudgetError
@@ -42,29 +41,6 @@ _EXTENSIONS = 30  # of the limit at the end, at most, each by what was found to 
 _TINY = 1_000_000  # results of less than a millionth of the budget are kept
 _PLAIN = torch.Tensor.__torch_dispatch__
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The arguments of ``lowtide.online``, checked. ``habits``: what is known of the program; ``None``: nothing is planned.
-    All times that the context is entered share ``observed``, what is known of its operators' memory, ``operators``, them by the
-    addresses of overloads that they hold, and ``experience`` of rebuilds. ``may_exceed``: where nothing more can be evicted,
-    the program goes on above the budget; or, with ``refuses_once``, does after an error."""
-
-    budget_bytes: int
-    heuristic: str
-    policy: str
-    sample: bool
-    record: str | Path | None
-    seed: int
-    warn_above: float
-    device: torch.device
-    habits: Habits | None = None
-    observed: Observed = field(default_factory=Observed)
-    operators: dict[int, Operator] = field(default_factory=dict, compare=False)
-    experience: Experience = field(default_factory=Experience, compare=False)
-    may_exceed: bool = False
-    refuses_once: bool = False
 
 
 class OnlineMode(UncompiledMode):
@@ -111,7 +87,7 @@ class _Thread(threading.local):
 class OnlineRun:
     """What all active contexts share: the engine, the memory it works within, and the process-wide patches."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: OnlineSettings) -> None:
         self.settings = settings
         self.device = settings.device
         meter = meter_of(self.device)
@@ -280,6 +256,7 @@ class OnlineRun:
     def end(self) -> None:
         """The last context ends: tensors that are held become ordinary ones."""
         self.open = False
+        self.settings.experience.operator_ns += self.memory.counters.operator_ns
         with self.memory.lock, _disable_current_modes(), torch.no_grad():
             self.executor.enter_thread()
             foresight = self.engine.foresight

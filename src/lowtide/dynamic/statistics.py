@@ -10,6 +10,7 @@ from lowtide.notebook import Shown
 from lowtide.report.tables import fact_lines
 from lowtide.units import format_bytes, format_percent, format_time
 
+_GRACE_NS, _MOST_AGAIN = 2_000_000_000, 20
 now_ns = time.perf_counter_ns
 
 
@@ -39,6 +40,12 @@ class OnlineStatistics(Shown):
     def overhead_percent(self) -> float:
         """Time spent on evicting and rebuilding, over the time of the program's own operators."""
         return 100.0 * (self.evict_ns + self.rematerialize_ns) / max(self.operator_ns, 1)
+
+    def hardly_goes_on(self, began_ns: int | None) -> bool:
+        """Whether a program computes again for many times as long as its operators take, and for some seconds. ``began_ns``:
+        since when, if it does so now."""
+        more_ns = 0 if began_ns is None else now_ns() - began_ns
+        return self.rematerialize_ns + more_ns > _GRACE_NS + _MOST_AGAIN * self.operator_ns
 
     def __str__(self) -> str:
         return "\n".join([self._heading(), *fact_lines(self._facts())])
