@@ -20,7 +20,16 @@ from torch import Tensor, UntypedStorage
 from lowtide.device import plain_types
 from lowtide.dynamic import statistics
 from lowtide.dynamic.failures import Refusal
-from lowtide.dynamic.node import PREFERENCES, WRITTEN, Handle, Node, OperatorCall, dependents_of, is_opaque, storage_of
+from lowtide.dynamic.node import (
+    PREFERENCES,
+    WRITTEN,
+    Handle,
+    Node,
+    OperatorCall,
+    held_dependents,
+    is_opaque,
+    storage_of,
+)
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.storages import empty, is_empty
 from lowtide.eviction import Pool
@@ -296,8 +305,8 @@ class Memory:
     def _let_go(self, node: Node, thorough: bool) -> bool:
         if node.locks or not node.address or torch._C._storage_Use_Count(node.address) > 1:
             return False
-        dependents = [dependent for dependent in dependents_of(node) if dependent.alive()]
-        if any(d.locks or not d.resident for d in dependents):
+        dependents = held_dependents(node)
+        if dependents is None:
             return False
         fresh = sum(d.bytes for d in dependents if d.place != WRITTEN or d not in node.children)
         if not thorough and fresh > node.size_bytes:

@@ -180,15 +180,30 @@ def any_evicted(nodes: Iterable[Node]) -> bool:
 
 def dependents_of(node: Node) -> list[Node]:
     """What was computed from the node's contents: through what the program released, up to what it holds."""
-    seen: dict[Node, None] = {}
+    return list(_dependents(node))
+
+
+def _dependents(node: Node) -> Iterator[Node]:
+    seen = set[Node]()
     waiting = [node]
     while waiting:
         for child in waiting.pop().children:
             if child not in seen:
-                seen[child] = None
+                seen.add(child)
+                yield child
                 if not child.alive():
                     waiting.append(child)
-    return list(seen)
+
+
+def held_dependents(node: Node) -> list[Node] | None:
+    """Of these, what the program holds; ``None`` where any of it was evicted, or is needed by an operator under way."""
+    found = []
+    for one in _dependents(node):
+        if one.alive():
+            if one.locks or not one.resident:
+                return None
+            found.append(one)
+    return found
 
 
 def _may_go(latest: Origin, quickly: bool, entry: Entry) -> bool:
