@@ -156,3 +156,28 @@ def test_argument_written_in_place() -> None:
         return (rows()(iteration)[0][0], torch.zeros(32)), {}
 
     compare_training(_MutatesArgument, inputs, step=step, check_peak=False)
+
+
+class _Resized(nn.Module):
+    """Makes tensors without elements, gives them their size, and writes into them and views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = perceptron(4), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.last.weight
+        kept = weight.data.new().resize_((weight.size(0), 1)).bernoulli_(0.5).expand_as(weight) / 0.5
+        h = torch.nn.functional.linear(self.body(x), kept * weight, self.last.bias)
+        larger = h.new_ones(4).resize_(4, 8)
+        larger[:, 4:] = 3
+        larger.view(-1)[4:].mul_(0).add_(2)
+        smaller = x.new_ones(64)
+        smaller.resize_(4, 8)[1, 2] = 9
+        like = x.new_empty(0).resize_as_(h)
+        like[:, :5], like[:, 5:] = 1, 0.5
+        return (torch.tanh(h * larger.view(-1)) * smaller.view(-1) * like).square().mean()
+
+
+def test_tensors_that_are_resized() -> None:
+    compare_training(_Resized, rows(), budgets=("80%", MINIMUM), on_capture_error="error")

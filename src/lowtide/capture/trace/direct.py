@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._mode_utils import no_dispatch
 
 from lowtide.capture.trace.real_strides import tensors_among
 from lowtide.capture.trace.recorder import UnknownError, is_simple, nodes_of, note
@@ -22,6 +23,7 @@ _MODES = torch._C._TorchDispatchModeKey
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _KEYS = torch._C.DispatchKeySet(_FUNCTIONALIZE)
+_RESIZING = torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default
 
 
 def as_it_is(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -115,20 +117,46 @@ class _Without:
         torch._C._set_dispatch_mode(self._mode)
 
 
-def _viewed(mode: Any, func: Any, args: Any, kwargs: Any) -> FunctionalTensor:
+def _functionalized(func: Any, elem: Any, args: Any, kwargs: Any) -> Any:
+    """What functionalization makes of an operator and what a functional tensor holds."""
     included = torch._C._dispatch_tls_local_include_set() | _KEYS
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE) - FunctionalTensor._extra_dispatch_keys
     with torch._C._ForceDispatchKeyGuard(included, excluded):
         before = torch._functionalize_enable_reapply_views(True)  # type: ignore[attr-defined]
         try:
-            elem = func._op_dk(_FUNCTIONALIZE, args[0].elem, *args[1:], **kwargs)
+            return func._op_dk(_FUNCTIONALIZE, elem, *args, **kwargs)
         finally:
             torch._disable_functionalization()  # type: ignore[no-untyped-call]
             torch._functionalize_enable_reapply_views(before)  # type: ignore[attr-defined]
+
+
+def _viewed(mode: Any, func: Any, args: Any, kwargs: Any) -> FunctionalTensor:
+    elem = _functionalized(func, args[0].elem, args[1:], kwargs)
     with _Without(_MODES.PROXY):
         view = FunctionalTensor(elem, mode)
         torch._functionalize_unsafe_set(view, args[0])
     return view
+
+
+def resized(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Gives the tensor that ``resize_`` makes larger memory of its device, as that does. PyTorch's own way leaves it with
+    memory of another one, so that there could be no views of it."""
+    if func not in _RESIZING or type(args[0]) is not FunctionalTensor:
+        return NotImplemented
+    tensor = args[0]
+    if func is not _RESIZING[0]:
+        if kwargs:
+            return NotImplemented
+        with mode:
+            return tensor.resize_(args[1].shape)
+    _functionalized(func, tensor.elem, args[1:], kwargs)
+    with _Without(_MODES.PROXY):
+        larger = FunctionalTensor(tensor.elem, mode)
+        if larger.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():
+            torch._functionalize_unsafe_set(tensor, larger)
+        with no_dispatch():
+            func(*args, **kwargs)
+    return tensor
 
 
 def _outer(result: Any, mode: Any) -> Any:

@@ -26,7 +26,7 @@ from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace import collectives
 from lowtide.capture.trace.classes import fake_of
-from lowtide.capture.trace.direct import as_it_is
+from lowtide.capture.trace.direct import as_it_is, resized
 from lowtide.capture.trace.expected import as_expected
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.patches import replaced, wrapped
@@ -57,7 +57,7 @@ def _or_foreign(is_impure: Callable[..., bool]) -> Callable[..., bool]:
 
 
 # Each takes a functional mode and a call, and returns ``NotImplemented`` where it has nothing to say of that.
-_RULES = (as_expected, collectives.refuse_others, through_twins, keeping_layouts, as_it_is)
+_RULES = (as_expected, collectives.refuse_others, through_twins, keeping_layouts, resized, as_it_is)
 
 
 def _by_rules(dispatch: Callable[..., Any]) -> Callable[..., Any]:
