@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+import lowtide
+from lowtide.capture.trace.classes import TRACED
 from tests.support.beside import assert_same_steps, plain_and_planned
 
 STEPS = 9
@@ -127,6 +129,29 @@ def _drawn_by_a_tensor(self: Any, h: torch.Tensor) -> torch.Tensor:
     return (h * self.table[begin : begin + 6]).square().sum()
 
 
+def _rolled(self: Any, h: torch.Tensor) -> torch.Tensor:
+    best = torch.topk(h.mean(0), 2)[1]
+    delayed = sum((torch.roll(h, -int(best[number]), -1) * self.table[number]).sum() for number in range(2))
+    by = random.randint(-3, 9)
+    both = torch.roll(h, shifts=(by, 1), dims=(0, 1)).roll((-by, int(best[0])), (0, 1)) + h.roll(by + 1)
+    return delayed + (both * h).square().sum()  # type: ignore[no-any-return]
+
+
+def _rolled_images(self: Any, h: torch.Tensor) -> torch.Tensor:
+    """Channels last, or not, by how far they are rolled."""
+    images = h.view(3, 2, 2, 4).to(memory_format=torch.channels_last)
+    by = int(h.detach().sum(1).argmax())
+    rolled = images.roll((by, -by), (2, 3))
+    return (rolled.exp() * images).sum() + torch.as_strided(rolled, (8,), (1,)).square().sum() + rolled.stride(1)
+
+
+def _narrowed(self: Any, h: torch.Tensor) -> torch.Tensor:
+    nearest, begin = int(h.detach().sum(1).argmax()), random.randint(0, 33)
+    rows = self.table.narrow(0, begin, 6) + torch.narrow(self.table, dim=-2, start=nearest, length=6)
+    rows = rows + self.table.narrow(0, h.detach().sum(1).argmax(), 6)
+    return (h * rows).sum() + h.select(0, nearest).square().sum() + torch.select(h.t(), 1, nearest).sum()
+
+
 def _segments(self: Any, h: torch.Tensor) -> torch.Tensor:
     begins = (torch.rand(4) * 30).long()
     parts = torch.zeros(4, 6, 8)
@@ -178,7 +203,7 @@ def _moved_in_place(self: Any, h: torch.Tensor) -> torch.Tensor:
 ONE_PROGRAM = [
     _mask, _queue, _pointer, _two_places, _of_a_parameter, _one, _behind_others, _from_the_end, _also_a_factor,
     _written_in_place, _masked_by_lengths, _cut_out, _moved_in_place, _random_crop, _random_crop_of_arrays, _segments, _nearest,
-    _read_of_a_tensor, _drawn_by_a_tensor,
+    _read_of_a_tensor, _drawn_by_a_tensor, _rolled, _narrowed,
 ]  # fmt: skip
 
 
@@ -277,7 +302,7 @@ def _with_a_mask(self: Any, h: torch.Tensor) -> torch.Tensor:
 EVERY = [
     *ONE_PROGRAM, _chosen, _to_the_end, _longer_each_time, _cut_at_the_end, _from_the_end, _every_other,
     _of_a_sum_that_moves, _written_by_its_data, _sums_with_factors, _with_a_mask_of_numpys, _one_of_few, _of_a_list,
-    _returned, _with_a_mask,
+    _returned, _with_a_mask, _rolled_images,
 ]  # fmt: skip
 
 
@@ -305,6 +330,30 @@ def test_one_program_for_all_places(compute: Compute, caplog: pytest.LogCaptureF
 def test_whatever_places_there_are_is_as_in_eager(compute: Compute, options: dict[str, Any]) -> None:
     plain, planned = plain_and_planned(lambda: _Places(compute), **options)
     assert_same_steps(plain, planned, _step, STEPS)
+
+
+def test_what_stands_for_methods_is_gone_when_a_call_is_captured() -> None:
+    model = _Places(_rolled)
+    lowtide.rematerialize(model, (torch.randn(ROWS, 8),), budget="100%", planner="greedy")
+    assert not any("roll" in vars(kind) for kind in TRACED)
+    assert torch.roll is torch._C._VariableFunctions.roll  # type: ignore[attr-defined]
+
+
+def test_a_method_that_the_user_replaces_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        return tensor[:ROWS] * 2
+
+    def step(model: Any, number: int) -> Any:
+        monkeypatch.undo()
+        if number in (3, 4):
+            monkeypatch.setattr(torch.Tensor, "roll", first, raising=False)
+            monkeypatch.setattr(torch.Tensor, "narrow", first, raising=False)
+        returned = _step(model, number)
+        monkeypatch.undo()
+        return returned
+
+    for compute in (_rolled, _narrowed):
+        assert_same_steps(*plain_and_planned(lambda compute=compute: _Places(compute)), step, STEPS)  # type: ignore[misc]
 
 
 def test_a_place_that_the_caller_sets_may_be_outside() -> None:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture.parsed import followed_by_functions
 from lowtide.capture.python_state.code.beside import code_of
 from lowtide.capture.python_state.code.code_names import codes, functions_of, is_trusted_module
 from lowtide.capture.python_state.guards.compared import StandIn
 from lowtide.capture.read_numbers import TensorNumbers, Variables
-from lowtide.capture.taken_numbers import TakingNumbers, followed_by_math
+from lowtide.capture.taken_numbers import TakingNumbers
 from lowtide.capture.trace.patches import STANDS_FOR, InPlace
 from lowtide.objects.walk import ABSENT
 
@@ -94,7 +95,7 @@ def followed(numbers: TensorNumbers) -> Iterator[None]:
 def numbers_read(model: nn.Module, converting: Sequence[Variables]) -> Iterator[None]:
     """Inside, a model that runs on fake tensors, and is not traced, reads numbers of them as in a trace."""
     reading = _Reading(TensorNumbers(True, [], False, converting))
-    with followed_by_math(code_of(model)), followed(reading.numbers), reading:
+    with followed_by_functions(code_of(model)), followed(reading.numbers), reading:
         yield
 
 

@@ -42,7 +42,7 @@ _SPECIAL: dict[str, tuple[float, ...]] = {
     "pow": (-2, -1, -0.5, 0, 0.5, 1, 2, 3),
 }
 _SPECIAL_FACTORS = (0, 1)  # of what is added: ``alpha``
-_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _MAKING = (torch.tensor, torch.as_tensor)
 _DTYPES: dict[type, torch.dtype | None] = {
@@ -81,7 +81,7 @@ class TakingNumbers(torch.overrides.TorchFunctionMode):
             with self:
                 return _made_of(args[0], **kwargs)
         stands = any(type(one) is StandIn for one in (*args, *kwargs.values())) or stands_in(func, args)
-        if stands and isinstance(func, _BUILT_IN):
+        if stands and isinstance(func, BUILT_IN):
             with unknown():
                 return self.called(*_taken(func, args, kwargs), calling)
         opened = _opened(func) if stands or func is torch.autograd.grad else None

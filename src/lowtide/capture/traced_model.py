@@ -22,6 +22,7 @@ from lowtide.capture.conversions import followed
 from lowtide.capture.copies import copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
 from lowtide.capture.model_state import State
+from lowtide.capture.parsed import followed_by_functions
 from lowtide.capture.python_state.code import late, process
 from lowtide.capture.python_state.code.beside import code_of
 from lowtide.capture.python_state.effects import attribute_effects, backward_effects, random_numbers
@@ -47,7 +48,7 @@ from lowtide.capture.python_state.guards.reads import Place, Read, Reads, read_o
 from lowtide.capture.python_state.guards.standing import CountedNumber, Numbers, standing_in
 from lowtide.capture.python_state.paths import AttributePath, attributes_of, locate, owned, value_at
 from lowtide.capture.read_numbers import TensorNumbers
-from lowtide.capture.taken_numbers import TakingNumbers, followed_by_math
+from lowtide.capture.taken_numbers import TakingNumbers
 from lowtide.capture.tensor_calls import TensorCalls, compiled_operators_refused, told_as_in_eager
 from lowtide.capture.trace.autocast import periods_of_casts
 from lowtide.capture.trace.checkpoints import unwrapped
@@ -308,7 +309,7 @@ class TracedModel:
         code = code_of(model)
         with (
             self.recorder(code, self.latest_reads.contents),
-            followed_by_math(code),
+            followed_by_functions(code),
             followed(self.read),
             ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
             random_numbers.none_by(model, reached.generators),

@@ -146,11 +146,16 @@ def _taken_over(old: Any, argument: Any, numbers: Sequence[Any]) -> Any:
         if type(argument) is not type(made) or repr(argument) != repr(made):
             raise _UnexplainedError
         return _scalar(argument, old.source)
-    if type(argument) in (tuple, list) and type(old) is type(argument) and len(old) == len(argument):
+    if _is_sequence(argument) and type(old) is type(argument) and len(old) == len(argument):
         return type(argument)(_taken_over(one, other, numbers) for one, other in zip(old, argument, strict=True))
-    if type(argument) is dict and isinstance(old, dict):
+    if isinstance(argument, dict) and isinstance(old, dict):
         return {name: _taken_over(old.get(name), value, numbers) for name, value in argument.items()}
     return argument
+
+
+def _is_sequence(argument: Any) -> bool:
+    """Whether it is a list or a tuple: those of torch.fx are of classes of their own."""
+    return isinstance(argument, (tuple, list)) and not hasattr(argument, "_fields")
 
 
 class _UnexplainedError(Exception):
@@ -167,7 +172,7 @@ def _call(shown: Call, plain: Call, taken: Sequence[Taken]) -> Call:
 def _argument(shown: Any, plain: Any, taken: Sequence[Taken]) -> Any:
     if type(shown) is not type(plain):
         raise _UnexplainedError
-    if type(plain) in (tuple, list, dict):
+    if _is_sequence(plain) or isinstance(plain, dict):
         if len(shown) != len(plain):
             raise _UnexplainedError
         if isinstance(plain, dict):

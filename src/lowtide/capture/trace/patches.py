@@ -33,13 +33,17 @@ def all_wrapped(
     """Inside, this thread calls what ``wrap`` makes of the function at each place, an owner and a name; all others call the
     function."""
     functions = [(owner, name, getattr(owner, name)) for owner, name in places]
+    inherited = [(owner, name) for owner, name, _ in functions if isinstance(owner, type) and name not in vars(owner)]
     for owner, name, function in functions:
         setattr(owner, name, by_thread(wrap(function), function))
     try:
         yield
     finally:
         for owner, name, function in reversed(functions):
-            setattr(owner, name, function)
+            if (owner, name) in inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)
 
 
 def wrapped(

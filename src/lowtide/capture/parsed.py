@@ -1,0 +1,93 @@
+"""Functions of PyTorch's that refuse what stands for a number before any mode is told of the call: their parsers take whole
+numbers alone.
+
+``roll`` takes a number that changes from call to call as others do, where that does not decide how its results are laid out:
+of what is in the order of channels last, eager's is so if it is not rolled by nothing at all. ``narrow`` and ``select`` index a
+tensor in other words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lowtide.capture.positions import is_place
+from lowtide.capture.python_state.code.beside import Code, places_of
+from lowtide.capture.python_state.guards.compared import StandIn
+from lowtide.capture.taken_numbers import BUILT_IN, followed_by_math
+from lowtide.capture.trace.classes import TRACED
+from lowtide.capture.trace.known_values import unknown
+from lowtide.capture.trace.patches import all_wrapped
+from lowtide.program.layouts import contiguous_strides
+from lowtide.program.references import map_leaves
+
+_CHANNELS_LAST = (4, 5)  # numbers of dimensions that may be in that order
+
+
+@contextlib.contextmanager
+def followed_by_functions(code: Code) -> Iterator[None]:
+    """Inside, functions of ``math`` and these take stand-ins, wherever the model's ``code`` has them from."""
+    with followed_by_math(code), contextlib.ExitStack() as stack:
+        for name, own in _OWN.items():
+            functions = places_of([(torch, [name])], code[1])
+            stack.enter_context(all_wrapped([*functions, *((kind, name) for kind in TRACED)], _taking(own)))
+        yield
+
+
+def _taking(own: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        if not isinstance(function, BUILT_IN):  # the user's
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            stands = any(map(_stands, (*args, *kwargs.values())))
+            return own(function, *args, **kwargs) if stands else function(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def _stands(one: Any) -> bool:
+    """Whether it is what stands for a number, or has one; or a traced tensor that is a place in another one."""
+    if type(one) in (list, tuple):
+        return any(type(each) is StandIn for each in one)
+    return type(one) is StandIn or (isinstance(one, TRACED) and is_place(one))
+
+
+def _roll(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    tensor = args[0] if args else kwargs["input"]
+    if tensor.dim() in _CHANNELS_LAST and (
+        tensor.requires_grad or not _is_in_order(tensor)
+    ):  # or its gradient may not be
+        map_leaves((args, kwargs), StandIn, _refuse)
+    with unknown():
+        args, kwargs = map_leaves((args, kwargs), StandIn, lambda one: one.taken(()))
+        return function(*args, **kwargs)
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    return tensor.stride() == contiguous_strides(tensor.shape)
+
+
+def _refuse(one: StandIn) -> NoReturn:
+    raise one.misused()
+
+
+def _narrow(_: Any, input: Tensor, dim: int, start: Any, length: Any) -> Tensor:
+    return input[(*_before(input, dim), slice(start, start + length))]
+
+
+def _select(_: Any, input: Tensor, dim: int, index: Any) -> Tensor:
+    return input[(*_before(input, dim), index)]
+
+
+def _before(tensor: Tensor, dim: int) -> list[slice]:
+    return [slice(None)] * (dim % tensor.dim())
+
+
+_OWN: dict[str, Callable[..., Tensor]] = {"roll": _roll, "narrow": _narrow, "select": _select}
