@@ -42,7 +42,7 @@ from lowtide.objects.walk import ABSENT, OWN, PLAIN, content, fields, own_attrib
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _PAST = frozenset({"__getattribute__", "getattr_static"})  # read past what a class says
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
-_SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # but for what every module is asked for
+_SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # in a trace perhaps others; but for what every module is asked for
 _INTERNAL = OWN - SAVING  # read in every call
 _ATOMS = frozenset((*PLAIN, *STAND_INS))  # not what is derived from them, which may have attributes
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
@@ -342,7 +342,7 @@ class Observer:
 
     def _note_one(self, seen: Any, original: Any, name: str, *, look: bool = True) -> None:
         text = f"{self._texts.get(id(original), type(original).__name__)}.{name}"
-        for kind, owner in decided_by(original, name):
+        for kind, owner in decided_by(original, name)[: 2 if look or name not in _SHADOWED else 1]:
             value = current(kind, owner, name)
             self.reads.note(kind, owner, name, value, f"{owner.__name__}.{name}" if kind == "class" else text)
             now = value if kind == "class" else current(kind, seen, name)
