@@ -209,6 +209,13 @@ def test_copies_of_arrays_lie_in_memory_as_these_do() -> None:
         assert not np.shares_memory(array, copied)
     assert np.shares_memory(copies[0], copies[1])
     assert np.shares_memory(copies[2], copies[3])
+    mixed, late = np.zeros(3, [("a", "f4"), ("o", "O")])["a"], np.arange(10.0)
+    written = late[2:]
+    late.setflags(write=False)
+    with arrays_as_they_lie():
+        copies = copy.deepcopy([mixed, written, late])
+    assert [one.flags.writeable for one in copies] == [True, True, False]
+    assert all(map(np.array_equal, copies, (mixed, written, late)))
     with arrays_as_they_lie():  # much more than the view shows
-        part = copy.deepcopy(np.zeros(1 << 24)[:2])
-    assert part.base is None
+        parts = copy.deepcopy([np.zeros(1 << 24)[:2], np.zeros((1 << 16, 64))[:, :1]])
+    assert [one.base for one in parts] == [None, None]

@@ -202,6 +202,27 @@ def test_parameters_of_one_are_frozen_in_turn() -> None:
         pair.each(lambda *run, number=number: step(*run, number % 2))
 
 
+def test_a_parameter_that_another_one_gets() -> None:
+    """Between two steps, and between the passes of one."""
+    pair = _Pair(lambda model: [optim.SGD(part, 0.1, momentum=0.9) for part in _split(model)])
+
+    def step(model: nn.Module, optimizers: list[optim.Optimizer], late: bool) -> torch.Tensor:
+        first, second = (one.param_groups[0]["params"] for one in optimizers)
+        loss: torch.Tensor = model(_tokens(0)) if late else torch.zeros(())
+        second.append(first.pop())
+        if (state := optimizers[0].state.pop(second[-1], None)) is not None:
+            optimizers[1].state[second[-1]] = state
+        loss = loss if late else model(_tokens(0))
+        loss.backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        return loss.detach()
+
+    for late in (False, True, False):
+        pair.each(lambda *run, late=late: step(*run, late))
+
+
 def test_schedules_of_each() -> None:
     pair = _Pair(_muon_and_adamw)
     schedules = [

@@ -150,6 +150,14 @@ def test_arguments_of_a_small_domain_are_made_within_it(call: Any, caplog: pytes
     [
         (("y", aten.binary_cross_entropy.default, ("x", "a")), {"x": torch.rand(20), "a": torch.rand(20)}),
         (
+            ("y", aten.binary_cross_entropy.default, ("x", "a")),
+            {"x": torch.rand(5, 4), "a": torch.rand(5, 1).expand(5, 4)},
+        ),
+        (
+            ("y", aten.index_put.default, ("x", [None, "a"], "b")),
+            {"x": torch.zeros(3, 8), "a": torch.arange(8) < 5, "b": torch.ones(3, 5)},
+        ),
+        (
             ("y", aten.index_put.default, ("x", ["a"], "b")),
             {"x": torch.zeros(8, 3), "a": torch.arange(8) < 5, "b": torch.ones(5, 3)},
         ),
@@ -163,7 +171,13 @@ def test_arguments_of_a_small_domain_are_made_within_it(call: Any, caplog: pytes
             },
         ),
     ],
-    ids=["two of probabilities", "as many as a mask selects", "targets one behind the other"],
+    ids=[
+        "two of probabilities",
+        "an expanded one",
+        "of later dimensions",
+        "as many as a mask selects",
+        "targets one behind the other",
+    ],
 )
 def test_arguments_that_fit_each_other(
     call: Any, inputs: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture

@@ -176,6 +176,14 @@ def _given(kind: type, name: str, value: Any) -> Iterator[None]:
         delattr(kind, name)
 
 
+class _OwnTanh(nn.Tanh):
+    pass
+
+
+class _OwnLeaky(nn.LeakyReLU):
+    pass
+
+
 _CALL = nn.Module.__call__
 _TANH, _MATMUL = having(part=nn.Tanh), torch.backends.cuda.matmul
 # name: what is computed, what that needs, and what is around the later steps, in a folder of the test's.
@@ -189,6 +197,9 @@ AROUND: dict[str, tuple[Callable[..., Any], Any, Callable[[Path], contextlib.Abs
     "how those of a library's class are called": (part_of, _TANH, lambda _: _given(nn.Tanh, "__call__", _calling)),
     "how those of a library's class are called in the end": (part_of, _TANH, lambda _: _given(nn.Tanh, "_call_impl", _twice(nn.Module._call_impl))),
     "what those of a library's class are asked for": (part_of, having(part=lambda: nn.Linear(4, 4)), lambda _: _given(nn.Linear, "__getattr__", _twice(nn.Module.__getattr__))),
+    "truth of those of a library's class": (lambda s, y, x: s.part(y) if s.part else y, _TANH, lambda _: _given(nn.Tanh, "__bool__", lambda self: False)),
+    "how those of a class derived from a library's are called": (part_of, having(part=lambda: _OwnTanh()), lambda _: _given(nn.Tanh, "__call__", _calling)),
+    "property of a library's class, of one derived from it": (part_of, having(part=lambda: _OwnLeaky(0.1)), lambda _: _given(nn.LeakyReLU, "negative_slope", property(lambda self: 0.9))),
     "property of a library's class": (part_of, having(part=lambda: nn.LeakyReLU(0.1)), lambda _: _given(nn.LeakyReLU, "negative_slope", property(lambda self: 0.9))),
     "property before a parameter": (part_of, having(part=lambda: nn.Linear(4, 4)), lambda _: _given(nn.Linear, "bias", None)),
     "what a library's class goes through": (part_of, having(part=lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())), lambda _: replaced(nn.Sequential, "__iter__", lambda self: iter([self[0]]))),

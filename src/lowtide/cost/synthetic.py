@@ -73,6 +73,11 @@ def make_valid(operator: str, args: Sequence[Any]) -> None:
         _select_as_many(args[1], args[2])
 
 
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All that it lies in, each element once."""
+    return tensor.as_strided((span_elements(tensor.shape, tensor.stride()),), (1,))
+
+
 def _share_out(targets: torch.Tensor, lengths: torch.Tensor) -> None:
     """The lengths of targets that lie one behind the other come to all of these."""
     if targets.dim() == 1 and len(lengths) > 0:
@@ -82,9 +87,10 @@ def _share_out(targets: torch.Tensor, lengths: torch.Tensor) -> None:
 
 def _select_as_many(indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> None:
     """A single mask selects as many as there are values."""
-    mask = indices[0] if len(indices) == 1 else None
-    if mask is not None and mask.dtype == torch.bool and values.dim() > 0 and values.shape[0] > 1:
-        mask.copy_((torch.arange(mask.numel(), device=mask.device) < values.shape[0]).view(mask.shape))
+    before = next((place for place, one in enumerate(indices) if one is not None), len(indices))
+    mask = indices[before] if len(indices) == before + 1 else None
+    if mask is not None and mask.dtype == torch.bool and values.dim() > before and values.shape[before] > 1:
+        mask.copy_((torch.arange(mask.numel(), device=mask.device) < values.shape[before]).view(mask.shape))
 
 
 _PUTTING = ("aten.index_put.default", "aten.index_put_.default")
@@ -97,7 +103,10 @@ _VALID: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "aten.multinomial.default": ((0,), lambda weights: weights.abs_()),
     "aten.poisson.default": ((0,), lambda rates: rates.abs_()),
     "aten.bernoulli.default": ((0,), lambda probabilities: probabilities.sigmoid_()),
-    "aten.binary_cross_entropy.default": ((0, 1), lambda *probabilities: [one.sigmoid_() for one in probabilities]),
+    "aten.binary_cross_entropy.default": (
+        (0, 1),
+        lambda *probabilities: [_memory(one).sigmoid_() for one in probabilities],
+    ),
     "aten.normal.Tensor_Tensor": ((1,), lambda deviations: deviations.abs_()),
     "aten.normal.float_Tensor": ((1,), lambda deviations: deviations.abs_()),
     "aten.cholesky.default": ((0,), lambda matrices: matrices.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)),

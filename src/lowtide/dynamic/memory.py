@@ -20,25 +20,15 @@ from torch import Tensor, UntypedStorage
 from lowtide.device import plain_types
 from lowtide.dynamic import statistics
 from lowtide.dynamic.failures import Refusal
-from lowtide.dynamic.node import (
-    PREFERENCES,
-    WRITTEN,
-    Handle,
-    Node,
-    OperatorCall,
-    held_dependents,
-    is_opaque,
-    storage_of,
-)
+from lowtide.dynamic.node import PREFERENCES, WRITTEN, Handle, Node, OperatorCall, is_opaque, storage_of
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.storages import empty, is_empty
 from lowtide.eviction import Pool
 from lowtide.memory.allocators import Meter
 
 _LOG = logging.getLogger(__name__)
-_LOOKING_NS = (
-    500_000_000  # for constants that can go, beside what operators took, where a program may exceed its budget
-)
+# For constants that can go, beside what operators took, where a program may exceed its budget.
+_LOOKING_NS = 500_000_000
 
 
 class Memory:
@@ -305,7 +295,7 @@ class Memory:
     def _let_go(self, node: Node, thorough: bool) -> bool:
         if node.locks or not node.address or torch._C._storage_Use_Count(node.address) > 1:
             return False
-        dependents = held_dependents(node)
+        dependents = node.held_dependents()
         if dependents is None:
             return False
         fresh = sum(d.bytes for d in dependents if d.place != WRITTEN or d not in node.children)

@@ -96,6 +96,17 @@ class Node(Entry):
             return False
         return self.kept is None or torch._C._storage_Use_Count(self.address) > 1
 
+    def held_dependents(self) -> list[Node] | None:
+        """What was computed from its contents and the program holds; ``None`` where any of it was evicted, or is needed by an
+        operator under way."""
+        found = []
+        for one in _dependents(self):
+            if one.alive():
+                if one.locks or not one.resident:
+                    return None
+                found.append(one)
+        return found
+
 
 class Handle(weakref.ref[UntypedStorage]):
     """Tells, by way of its callback, that nobody holds the storage any more."""
@@ -193,17 +204,6 @@ def _dependents(node: Node) -> Iterator[Node]:
                 yield child
                 if not child.alive():
                     waiting.append(child)
-
-
-def held_dependents(node: Node) -> list[Node] | None:
-    """Of these, what the program holds; ``None`` where any of it was evicted, or is needed by an operator under way."""
-    found = []
-    for one in _dependents(node):
-        if one.alive():
-            if one.locks or not one.resident:
-                return None
-            found.append(one)
-    return found
 
 
 def _may_go(latest: Origin, quickly: bool, entry: Entry) -> bool:

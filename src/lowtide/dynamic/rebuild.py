@@ -25,9 +25,8 @@ from lowtide.dynamic.storages import fill
 from lowtide.errors import ExecutionError
 
 _CLONE = Operator(torch.ops.aten.clone.default)
-_PLANNED_NS = (
-    1_000_000_000  # of planning, beside what the program's operators took, after which it goes on above the budget
-)
+# Of planning, beside what the program's operators took, after which it goes on above the budget.
+_PLANNED_NS = 1_000_000_000
 _ATTEMPTS = 30  # at a rebuild, each of which finds out what scratch one more operator takes
 
 
@@ -79,16 +78,16 @@ class Rebuilder:
 
     def make_again(self, nodes: Sequence[Node]) -> None:
         """Results of one call, which are gone, from what it reads; what of that is gone is rebuilt first."""
-        began = statistics.now_ns()
         needs = self.memory.lock_all((*nodes, *nodes[0].parents))
         try:
             self.complete(nodes[0].parents)
             if call := nodes[0].call:
+                began = statistics.now_ns()
                 self._compute(call, nodes)
+                if not self.memory.rebuilds:
+                    self.memory.counters.rematerialize_ns += statistics.now_ns() - began
         finally:
             self.memory.unlock_last(needs)
-            if not self.memory.rebuilds:
-                self.memory.counters.rematerialize_ns += statistics.now_ns() - began
 
     def _plan(self, targets: list[Node]) -> RebuildPlan | None:
         """Everything that is gone once, and all that is there and read kept until then; ``None`` where there is no room, and

@@ -16,7 +16,7 @@ from lowtide.objects.walk import fields
 
 _BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple)  # the last one that fits is of none before
 _lock, _inside = threading.Lock(), 0
-_MOST_SPREAD, _MOST_BYTES = 16, 1 << 26  # of the memory that an array is a view of, for a copy of that
+_MOST_SPREAD, _MOST_BYTES = 16, 1 << 16  # of the memory that an array is a view of, for a copy of that
 
 
 def _base(node: Any) -> Any:
@@ -88,22 +88,26 @@ def _as_it_lies(array: np.ndarray, memo: dict[Any, Any]) -> np.ndarray:
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
     owns = whole is array and array.base is None
-    memory = None if owns or array.dtype.hasobject or not array.size else _memory(whole, array.nbytes, memo)
+    memory = None if owns or whole.dtype.hasobject or not array.size else _memory(whole, array.nbytes, memo)
     if memory is None:
         made = array.__deepcopy__(memo)
     else:
-        offset = _address(array) - np.lib.array_utils.byte_bounds(whole)[0]
+        offset = _address(array) - _bounds(whole)[0]
         made = np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
-    made.setflags(write=array.flags.writeable)
+    if made.flags.writeable != array.flags.writeable:
+        made.setflags(write=array.flags.writeable)
     return made
 
 
 def _memory(whole: np.ndarray, used: int, memo: dict[Any, Any]) -> np.ndarray | None:
     """A copy of the memory of an array that others are views of; ``None`` where it is much larger than what they use."""
-    first, end = np.lib.array_utils.byte_bounds(whole)
+    first, end = _bounds(whole)
     if ("memory", id(whole)) not in memo and end - first <= max(_MOST_BYTES, _MOST_SPREAD * used):
         if whole.base is None:
-            flat = copy.deepcopy(whole, memo).ravel(order="K").view(np.uint8)
+            own = copy.deepcopy(whole, memo)
+            own.setflags(write=True)  # of a writable view, whose base became read-only later
+            flat = own.ravel(order="K").view(np.uint8)
+            own.setflags(write=whole.flags.writeable)
         else:
             flat = np.zeros(end - first, np.uint8)
             np.ndarray(whole.shape, whole.dtype, flat, _address(whole) - first, whole.strides)[...] = whole
@@ -114,3 +118,10 @@ def _memory(whole: np.ndarray, used: int, memo: dict[Any, Any]) -> np.ndarray | 
 
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def _bounds(array: np.ndarray) -> tuple[int, int]:
+    """The addresses of its first byte, and behind its last."""
+    spans = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    first = _address(array)
+    return first + sum(one for one in spans if one < 0), first + sum(one for one in spans if one > 0) + array.itemsize

@@ -46,6 +46,8 @@ def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, 
     that asks for values there, a parameter at a time on the CPU, with zeros. Raises ``PlanError`` where neither goes.
     """
     found = [_state_bytes(one, model) for one in each_of(optimizer)]
+    if not found:
+        raise PlanError("optimizer is an empty sequence; give the optimizers of the model.")
     return " and ".join(name for name, _ in found), sum(size for _, size in found)
 
 

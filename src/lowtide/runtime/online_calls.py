@@ -52,7 +52,7 @@ class OnlineCalls:
         # Whoever catches the error of code between two passes need not know that the thread is still inside.
         settings = self._context.settings
         self._context.settings = dataclasses.replace(settings, may_exceed=may_exceed, refuses_once=True)
-        self._entered = self._running = self._compiled = False
+        self._entered = self._running = self._compiled = self._compiled_before = False
         self._calls: list[_Call] = []
         self._trusted: weakref.WeakSet[threading.Thread] = weakref.WeakSet([threading.main_thread()])
         self.step_seconds: deque[float] = deque(maxlen=_STEPS)
@@ -66,8 +66,9 @@ class OnlineCalls:
         if self._running:  # the model calls itself
             return forward(*args, **kwargs)
         if not self._entered:
-            within, self._compiled = self._compiled, is_compiled_around(sys._getframe(1))
-            if self._compiled and not within:
+            self._compiled = is_compiled_around(sys._getframe(1))
+            if self._compiled and not self._compiled_before:
+                self._compiled_before = True
                 _LOG.warning(
                     "inside of what torch.compile has compiled, the online mode ends with each call of the model"
                 )

@@ -61,6 +61,7 @@ class UpdatingOptimizer:
         self._said: set[str] = set()
         self._passes = OtherPasses()
         self._under_way: Any = None
+        self._by: dict[int, tuple[OptimizerUpdates, int, dict[str, Any]]] = {}  # in the backward pass under way
 
     def end(self) -> None:
         """Nothing is updated any more."""
@@ -138,7 +139,7 @@ class UpdatingOptimizer:
                 continue
             by, number, group = groups[id(tensors[position])]
             key = id(by), number
-            steps[position] = made[key] = made.get(key) or ParameterStep(by, group)
+            steps[position] = made[key] = made.get(key) or ParameterStep(by.optimizer, group, self._update)
         moves = self.states.moves({position: tensors[position] for position in steps}, share) if self.states else {}
         return with_updates(program, steps, moves)
 
@@ -164,7 +165,7 @@ class UpdatingOptimizer:
         if not updated:  # its gradients are kept, and so are those that others add to them
             self._passes.keeps(call.inputs)
             return False
-        groups = self._groups()
+        groups = self._by = self._groups()
         parameters = [call.inputs[position] for position in updated]
         reason = self._refused(call, node, parameters)
         if reason is not None:
@@ -200,6 +201,10 @@ class UpdatingOptimizer:
         ):
             return "the backward pass is one for some of the gradients (torch.autograd.grad, inputs=)"
         return None
+
+    def _update(self, parameter: torch.Tensor, *gradient: Any) -> Any:
+        """By the optimizer that has the parameter by now."""
+        return self._by[id(parameter)][0].update(parameter, *gradient)
 
     def finished(self, call: Call) -> None:
         """The backward pass through ``call`` has made all its updates."""

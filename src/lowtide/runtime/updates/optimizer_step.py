@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import optim
@@ -17,32 +17,25 @@ _PER_PARAMETER: tuple[type[Optimizer], ...] = tuple(getattr(optim, name) for nam
 _LATE_STEP = 1000.0  # at which optimizers that begin otherwise (RAdam) take what they take from then on
 
 
-class Owner(Protocol):
-    """Whoever updates parameters with an optimizer."""
-
-    optimizer: Optimizer
-
-    def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> Any: ...
-
-
 class ParameterStep:
-    """Updates a parameter of a group of ``owner``; as an operator it is known by the optimizer and the group's values."""
+    """Calls ``update`` for a parameter, which a group of ``optimizer`` has; as an operator it is known by the optimizer and the
+    group's values."""
 
-    def __init__(self, owner: Owner, group: dict[str, Any]) -> None:
-        self.owner = owner
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], update: Callable[..., Any]) -> None:
+        self.optimizer, self._update = optimizer, update
         self._group = options_of(group)
-        kind = type(owner.optimizer)
+        kind = type(optimizer)
         self._first: Any = next(iter(group["params"]), None)
         values = ",".join(f"{key}={_kind(value)}" for key, value in sorted(self._group.items()))
         self.__name__ = "optimizer"
         self.__module__, self.__qualname__ = kind.__module__, f"{kind.__qualname__}{{{values}}}"
 
     def __call__(self, *read: Any) -> Any:
-        return self.owner.update(*read)
+        return self._update(*read)
 
     def rehearsal(self) -> Callable[..., Any]:
         """The same for other tensors, on a state of its own, as it is after many steps."""
-        optimizer, state = self.owner.optimizer, defaultdict[Any, dict[str, Any]](dict)
+        optimizer, state = self.optimizer, defaultdict[Any, dict[str, Any]](dict)
         first = optimizer.state.get(self._first, {}) if isinstance(optimizer, optim.Adagrad) else {}
 
         def step(parameter: torch.Tensor, gradient: torch.Tensor, fetched: Any = None) -> Any:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.code.installed import is_library
 from lowtide.capture.python_state.guards.compared import Comparisons
 from lowtide.capture.python_state.guards.external_effects import hooks_of
 from lowtide.capture.python_state.guards.files import Watched
@@ -193,12 +192,11 @@ class Guards:
 
 def _special_methods(kinds: Iterable[type]) -> list[Read]:
     """What Python looks up in classes of modules, where nobody sees it, as it is now: some are others while a model is traced.
-    Of the user's classes, all that stands in them was noted."""
+    What a class does not have may come."""
     return [
-        Read("class", kind, name, found, f"{kind.__module__}.{kind.__qualname__}.{name}")
-        for kind in (nn.Module, *filter(is_library, kinds))
+        Read("class", kind, name, current("class", kind, name), f"{kind.__module__}.{kind.__qualname__}.{name}")
+        for kind in (nn.Module, *kinds)
         for name in (*_CALLING, *_HOLDING)
-        if (found := current("class", kind, name)) is not ABSENT
     ]
 
 

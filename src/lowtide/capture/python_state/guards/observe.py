@@ -42,7 +42,7 @@ from lowtide.objects.walk import ABSENT, OWN, PLAIN, content, fields, own_attrib
 _WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__"})  # whoever reads these reads all attributes
 _PAST = frozenset({"__getattribute__", "getattr_static"})  # read past what a class says
 _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
-_SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # in a trace perhaps others; but for what every module is asked for
+_SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # maybe others in a trace; but for what all are asked for
 _INTERNAL = OWN - SAVING  # read in every call
 _ATOMS = frozenset((*PLAIN, *STAND_INS))  # not what is derived from them, which may have attributes
 _HEAP_TYPE = 1 << 9  # the flag of classes that Python code made

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from lowtide.capture.python_state.code.installed import is_library
 from lowtide.capture.python_state.guards.caches import Results
 from lowtide.capture.python_state.guards.external_effects import hooks_of
 from lowtide.capture.python_state.guards.files import Watched
@@ -257,7 +256,6 @@ def decided_by(owner: Any, name: str) -> list[tuple[str, Any]]:
     if own is None:
         return [("class", kind)]
     here: list[tuple[str, Any]] = [("attribute", owner)]
-    # A property that one of a library's classes gets would come first; of the user's classes, all is noted.
-    layer = isinstance(owner, nn.Module) and is_library(kind)
-    decided = layer or isinstance(of_class, property) or (name not in own)
+    # A property that the class of a module, or one that it is derived from, gets would come first.
+    decided = isinstance(owner, nn.Module) or isinstance(of_class, property) or (name not in own)
     return [*here, ("class", kind)] if decided else here
