@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lowtide.cost.signature import ALIGNMENT_BYTES
-from lowtide.program.layouts import span_elements
+from lowtide.program.layouts import span_elements, stretch_of
 from lowtide.program.program import TensorMeta
 
 _PATTERN_ELEMENTS = 1 << 16
@@ -73,11 +73,6 @@ def make_valid(operator: str, args: Sequence[Any]) -> None:
         _select_as_many(args[1], args[2])
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """All that it lies in, each element once."""
-    return tensor.as_strided((span_elements(tensor.shape, tensor.stride()),), (1,))
-
-
 def _share_out(targets: torch.Tensor, lengths: torch.Tensor) -> None:
     """The lengths of targets that lie one behind the other come to all of these."""
     if targets.dim() == 1 and len(lengths) > 0:
@@ -105,7 +100,7 @@ _VALID: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "aten.bernoulli.default": ((0,), lambda probabilities: probabilities.sigmoid_()),
     "aten.binary_cross_entropy.default": (
         (0, 1),
-        lambda *probabilities: [_memory(one).sigmoid_() for one in probabilities],
+        lambda *probabilities: [stretch_of(one).sigmoid_() for one in probabilities],
     ),
     "aten.normal.Tensor_Tensor": ((1,), lambda deviations: deviations.abs_()),
     "aten.normal.float_Tensor": ((1,), lambda deviations: deviations.abs_()),

@@ -153,7 +153,8 @@ class Memory:
                 self.refusal = Refusal(wanted_bytes, self.meter.level_bytes, wanted_bytes - self.free_bytes())
                 return False
             why = "most of the time went into computing again" if enough else "nothing more can be evicted"
-            _LOG.log(0 if self._said else logging.WARNING, "the online mode goes on above its budget: %s", why)
+            if not self._said:
+                _LOG.warning("the online mode goes on above its budget: %s", why)
             self._said = True
             return True
         return True

@@ -72,10 +72,14 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
 
 
+def stretch_of(tensor: torch.Tensor) -> torch.Tensor:
+    """From its first element to its last, all that lies in memory there, each once."""
+    return tensor.as_strided((span_elements(tensor.shape, tensor.stride()),), (1,))
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in the same layout, an expanded one included."""
-    stretch = span_elements(tensor.shape, tensor.stride())
-    return tensor.detach().as_strided((stretch,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+    return stretch_of(tensor.detach()).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def empty(meta: Any) -> torch.Tensor:

@@ -34,8 +34,12 @@ def named(optimizer: str) -> type[torch.optim.Optimizer]:
 
 
 def each_of(optimizer: Optimizer) -> list[One]:
-    """The optimizers of a sequence, or the one."""
-    return [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]  # type: ignore[list-item]
+    """The optimizers of a sequence, or the one. Raises ``PlanError`` where a sequence has none."""
+    if not isinstance(optimizer, (list, tuple)):
+        return [optimizer]  # type: ignore[list-item]
+    if not optimizer:
+        raise PlanError("optimizer= is an empty sequence; give the optimizers of the model, or leave it out.")
+    return [*optimizer]
 
 
 def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, int]:
@@ -46,8 +50,6 @@ def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, 
     that asks for values there, a parameter at a time on the CPU, with zeros. Raises ``PlanError`` where neither goes.
     """
     found = [_state_bytes(one, model) for one in each_of(optimizer)]
-    if not found:
-        raise PlanError("optimizer is an empty sequence; give the optimizers of the model.")
     return " and ".join(name for name, _ in found), sum(size for _, size in found)
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.trace.expected import QUESTIONS
 from lowtide.capture.trace.results import PLAIN, is_composite, writes_nothing
-from lowtide.program.layouts import span_elements
+from lowtide.program.layouts import stretch_of
 
 _DEVICE = torch.ops.prim.device.default
 _FRESH = torch.ops.aten.lift_fresh.default
@@ -83,7 +83,7 @@ def _memory(constant: torch.Tensor) -> torch.Tensor | None:
     if constant.is_contiguous() or constant.requires_grad:
         return None
     with _disable_current_modes():
-        return constant.as_strided((span_elements(constant.shape, constant.stride()),), (1,))
+        return stretch_of(constant)
 
 
 def _strided(constant: torch.Tensor) -> tuple[list[int], list[int]]:

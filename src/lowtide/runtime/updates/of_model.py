@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from lowtide.errors import PlanError
+from lowtide.program.optimizer_state import each_of
 from lowtide.runtime.updates.moving_gradients import MovingGradients
 from lowtide.runtime.updates.moving_states import MovingStates
 from lowtide.runtime.updates.of_optimizer import OptimizerUpdates
@@ -37,12 +38,10 @@ def of_model(
 
 
 def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
-    given = [*optimizer] if isinstance(optimizer, (list, tuple)) else [optimizer]
-    if not given:
-        raise PlanError("optimizer= is an empty sequence; give the optimizers of the model, or leave it out.")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     had = Counter[int]()
-    for one in given:
+    given = list[Optimizer]()
+    for one in each_of(optimizer):
         if not isinstance(one, Optimizer):
             raise PlanError(
                 f"optimizer= takes a torch.optim.Optimizer, or a sequence of them, not {type(one).__name__}; of a wrapper pass "
@@ -55,6 +54,7 @@ def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
                 "this model, on its device."
             )
         had.update(known)
+        given.append(one)
     twice = [names.get(key, "of another model") for key, count in had.items() if count > 1]
     if twice:
         raise PlanError(

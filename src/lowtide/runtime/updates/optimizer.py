@@ -25,7 +25,7 @@ from lowtide.program.program import Program
 from lowtide.program.updates import with_updates
 from lowtide.runtime.updates.leaves import OtherPasses, accelerate_accumulates, accumulates, accumulating_nodes, pointer
 from lowtide.runtime.updates.moving_gradients import MovingGradients
-from lowtide.runtime.updates.moving_states import MovingStates, StatesOfAll
+from lowtide.runtime.updates.moving_states import StatesOfAll
 from lowtide.runtime.updates.of_optimizer import OptimizerUpdates
 from lowtide.runtime.updates.optimizer_step import ParameterStep, plain_step
 from lowtide.runtime.updates.spent import fill_zeroed
@@ -53,9 +53,7 @@ class UpdatingOptimizer:
     ) -> None:
         self.of, self.name, self.gradients = of, name, gradients
         moving = [one.states for one in of if one.states is not None]
-        self.states: MovingStates | StatesOfAll | None = (
-            StatesOfAll(moving) if len(moving) > 1 else next(iter(moving), None)
-        )
+        self.states = StatesOfAll(moving) if moving else None
         self.accumulating = 0
         self._refusals = _MOST_REFUSALS if keeps and gradients is None else 0
         self._said: set[str] = set()
