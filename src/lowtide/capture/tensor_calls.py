@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,6 +30,7 @@ from lowtide.capture.trace.autocast import Period
 from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, TRACED, is_leaf, refuse_unknown, unregistered
 from lowtide.capture.trace.expected import flag_of
 from lowtide.capture.trace.known_values import read_values
+from lowtide.capture.trace.lifted import refuse_changed_arrays
 from lowtide.capture.trace.origins import note
 from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods, wrapped
@@ -139,6 +141,7 @@ class TensorCalls(TakingNumbers):
         self._early = set[int]()
         self._read = set[int]()  # ids
         self._selected: list[weakref.ref[Selected]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []  # made of tensors, and what they held then
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
@@ -148,6 +151,8 @@ class TensorCalls(TakingNumbers):
             held = one()
             if held is not None:  # by a result, say
                 raise held.why
+        if kind is None:
+            refuse_changed_arrays(self._arrays)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if id(func) in self.replaced:
@@ -205,7 +210,9 @@ class TensorCalls(TakingNumbers):
             real = read_values(args[0])
             if real is not None:
                 with _disable_current_modes():
-                    return func(real if real.requires_grad else real.clone(), *args[1:], **kwargs)
+                    read = func(real if real.requires_grad else real.clone(), *args[1:], **kwargs)
+                    self._arrays += [(read, read.copy())] if func in _ARRAYS else []
+                return read
             if func in _TEXTS and not isinstance(args[0], FakeTensor):
                 return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
             if func in _ARRAYS:

@@ -56,6 +56,7 @@ from lowtide.capture.trace.classes import mark_parameters
 from lowtide.capture.trace.expected import Expectations
 from lowtide.capture.trace.fake_inputs import copy_attributes
 from lowtide.capture.trace.known_values import known_value
+from lowtide.capture.trace.lifted import refuse_array_writes
 from lowtide.capture.trace.origins import origins_announced
 from lowtide.capture.trace.patches import replaced
 from lowtide.capture.trace.sizes import SymbolicSizes
@@ -242,9 +243,10 @@ class TracedModel:
             sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
             self.call.classes.copied({key: own for key, (own, _) in copies.items()} | sources)
             result, reached = self._forward(model, args, kwargs, (state, given), observer, writes)
-        given_objects = {
-            id(one): one for one in reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
-        }
+        lasting, pairs = [args, kwargs, *(one for _, one in copies.values())], zip(reals, tensors, strict=True)
+        self._backward.callback(refuse_array_writes(lasting, self.latest_reads.holders, pairs))
+        among = reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
+        given_objects = {id(one): one for one in among}
         seen = observer.originals | given_objects
         twice.refuse_writes(seen, copies, sources, observer.written, self.latest_reads.contents)
         twice.refuse_told_apart(seen, copies, sources, self.latest_reads, given_objects, observer.compares)

@@ -29,6 +29,7 @@ from lowtide.capture.trace.classes import fake_of
 from lowtide.capture.trace.direct import as_it_is, resized
 from lowtide.capture.trace.expected import as_expected
 from lowtide.capture.trace.inplace import keeping_layouts
+from lowtide.capture.trace.lifted import LIFT, note_lifted
 from lowtide.capture.trace.patches import replaced, wrapped
 from lowtide.capture.trace.recorder import recording
 from lowtide.capture.trace.sizes import hints
@@ -68,7 +69,10 @@ def _by_rules(dispatch: Callable[..., Any]) -> Callable[..., Any]:
             result = rule(mode, func, args, kwargs or {})
             if result is not NotImplemented:
                 return result
-        return dispatch(mode, func, types, args, kwargs)
+        result = dispatch(mode, func, types, args, kwargs)
+        if func is LIFT:
+            note_lifted(mode, args[0], result)
+        return result
 
     return run
 

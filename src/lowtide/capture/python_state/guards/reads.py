@@ -185,6 +185,10 @@ class Reads:
     caches: dict[int, Results] = field(default_factory=dict)  # of the user's functions, by their ids
     unknown: dict[int, str] = field(default_factory=dict)  # objects that do not show what they hold, or give it away
 
+    @property
+    def holders(self) -> list[Any]:
+        return [held.holder for held in self.contents.values()]
+
     def add(self, later: Reads) -> None:
         """Those of a later run, where nothing is known from earlier ones."""
         for mine, others in zip(vars(self).values(), vars(later).values(), strict=True):

@@ -72,7 +72,7 @@ def refuse_told_apart(
     and its code asks with ``is`` for one, or ``compares`` in any way and it is a module; or where such an object, or one of
     the ``tensors``, is a key there. ``seen``, ``copies`` as above."""
     copied = {id(one): one for one, copy in copies.values() if one is not copy}
-    outside = {id(one): one for one in (*arguments.values(), *(held.holder for held in reads.contents.values()))}
+    outside = {id(one): one for one in (*arguments.values(), *reads.holders)}
     outside = {key: one for key, one in outside.items() if seen.get(key) is one}  # no copies
     keys = {id(_referent(key)) for one in outside.values() if isinstance(one, _KEYED) for key in one}
     found = [one for one in (*copied.values(), *tensors.values()) if id(one) in keys and _is_told_by_identity(one)]

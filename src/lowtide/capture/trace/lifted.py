@@ -1,0 +1,83 @@
+"""Tensors over memory that is not PyTorch's, that of an array of NumPy's, say. To a tracer they are constants, and what is
+written into them a value of the program's: nothing is written where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.errors import CaptureError
+from lowtide.objects.walk import CONTAINERS, reachable
+
+LIFT = torch.ops.aten.lift_fresh.default
+
+
+class _Lifted(NamedTuple):
+    """What the tracer has for a ``real`` tensor over memory of somebody else's."""
+
+    real: torch.Tensor
+    functional: Any
+
+
+def note_lifted(mode: Any, real: Any, functional: Any) -> None:
+    """The functional ``mode`` has made ``functional`` of ``real``."""
+    if isinstance(functional, FunctionalTensor) and _is_foreign(real):
+        vars(mode).setdefault("lifted", []).append(_Lifted(real, functional))
+
+
+def _is_foreign(real: Any) -> bool:
+    plain = type(real) in (torch.Tensor, nn.Parameter, nn.Buffer) and real.device.type == "cpu"
+    return plain and real.layout is torch.strided and not real.untyped_storage().resizable()
+
+
+def refuse_array_writes(
+    own: Iterable[Any], read: Iterable[Any], given: Iterable[tuple[torch.Tensor, torch.Tensor]]
+) -> Callable[[], None]:
+    """Raises ``CaptureError`` where the trace has written through a tensor into the memory of one of NumPy's arrays; returns
+    what does so again, for the end of the backward pass. Arrays are looked for in containers as well: those that outlive the
+    call, which are the ``own`` ones of the arguments and of the model's copy, and those that were ``read``; the latter where
+    they show the memory of a real tensor that a functional one, beside it in ``given``, stands for."""
+    read = _arrays(read)
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    lifted: list[_Lifted] = vars(mode).setdefault("lifted", [])
+    own = [*_arrays(own), *read]
+    shown = [_Lifted(*pair) for pair in given if read and _is_foreign(pair[0])]
+
+    def refuse() -> None:
+        pairs = [*((one, own) for one in lifted), *((one, read) for one in shown)]
+        written = [(one.real, arrays) for one, arrays in pairs if _is_written(one.functional)]
+        with _disable_current_modes():
+            views = [(real.detach().numpy(), arrays) for real, arrays in written]
+        _refuse(any(np.may_share_memory(view, array) for view, arrays in views for array in arrays))
+
+    refuse()
+    return refuse
+
+
+def refuse_changed_arrays(arrays: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Raises ``CaptureError`` where one of these, which in eager share the memory of tensors, is no more what it was."""
+    _refuse(any(array.tobytes() != before.tobytes() for array, before in arrays))
+
+
+def _arrays(some: Iterable[Any]) -> list[np.ndarray]:
+    found = reachable(some, lambda one: isinstance(one, CONTAINERS))
+    return [one for one in found if isinstance(one, np.ndarray)]
+
+
+def _is_written(functional: FunctionalTensor) -> bool:
+    return bool(torch._functionalize_has_data_mutation(functional.elem))  # type: ignore[attr-defined]
+
+
+def _refuse(shares: bool) -> None:
+    if shares:
+        raise CaptureError(
+            "the forward pass writes into memory that an array of NumPy's and a tensor share (torch.from_numpy(array), "
+            "tensor.numpy()), which no plan can follow. Keep what changes in a buffer (self.register_buffer(name, tensor)), "
+            "write into a copy (torch.tensor(array), tensor.numpy().copy()), or run the model under lowtide.online."
+        )
