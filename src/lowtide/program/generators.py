@@ -15,7 +15,7 @@ from lowtide.device import accelerator_in_use, accelerators, interface_of
 from lowtide.errors import ExecutionError
 from lowtide.program import targets
 
-SavedState = tuple[torch.Generator, bytes]
+SavedState = tuple[torch.Generator, torch.Generator]  # and one of ours that stands where it stood
 _GENERATOR = ("generator", "Optional[Generator]")  # an argument, as schemas tell of it
 _PROBE, _PROBED = torch.empty((), dtype=torch.int64, device="cpu"), threading.Lock()
 
@@ -47,8 +47,8 @@ def all_kept() -> Iterator[None]:
 
 
 def saved(generator: torch.Generator) -> SavedState:
-    """The generator and its state, outside PyTorch's allocator, so that it does not count towards a budget."""
-    return generator, generator.get_state().numpy().tobytes()
+    """The generator and its state, outside PyTorch's allocator, so that it does not count towards a budget, at no moment."""
+    return generator, generator.clone_state()
 
 
 def put_back(state: SavedState | None) -> None:
@@ -71,8 +71,8 @@ def replayed(state: SavedState | None) -> Iterator[None]:
         _restore(*present)
 
 
-def _restore(generator: torch.Generator, state: bytes) -> None:
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+def _restore(generator: torch.Generator, state: torch.Generator) -> None:
+    generator.set_state(state.get_state())
 
 
 class Draw:
@@ -92,8 +92,7 @@ class Draw:
     def again(self) -> Iterator[torch.Generator]:
         """A generator of its own that stands where the other one stood. Other threads may draw and seed meanwhile. Raises
         ``ExecutionError`` where the operator does not leave it where it left the other one at first."""
-        own = torch.Generator(self._before[0].device)
-        _restore(own, self._before[1])
+        own = self._before[1].clone_state()
         yield own
         if self._after is not None and self._after != _place(own):
             raise ExecutionError(

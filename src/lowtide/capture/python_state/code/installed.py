@@ -16,6 +16,7 @@ from typing import Any
 
 _LIBRARIES = tuple({*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen"})
 _OURS = str(Path(__file__).parents[3])
+_HEAP_TYPE = 1 << 9
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -30,6 +31,11 @@ def is_installed(filename: str) -> bool:
 def is_standard(module: str) -> bool:
     """Whether it is the name of a module of Python's own."""
     return module != "__main__" and module.partition(".")[0] in sys.stdlib_module_names
+
+
+def is_changeable(kind: type) -> bool:
+    """Whether it is a class that Python code has made, to which attributes can be given."""
+    return bool(kind.__flags__ & _HEAP_TYPE)
 
 
 def is_library(value: Any) -> bool:

@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide.capture.python_state.code.attribute_names import DESCRIBING, attribute_names
 from lowtide.capture.python_state.code.code_names import BY_COMPUTED_NAME, OPERATORS, is_code
-from lowtide.capture.python_state.code.installed import is_installed, is_library
+from lowtide.capture.python_state.code.installed import is_changeable, is_installed, is_library
 from lowtide.capture.python_state.guards.reads import Content, Reads
 from lowtide.capture.trace.patches import STANDS_FOR
 from lowtide.objects.places import current
 from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, parts_of
 
 _UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
+_MAKING = ("__new__", "__init__", "__call__")
 _MOST = 1000  # items of a library's container that are compared
 _WHETHER = {"hasattr", "dir", *BY_COMPUTED_NAME}  # ask for attributes that may not be there
 
@@ -32,11 +34,12 @@ class Namespaces:
         self.attributes, self._spelled = set[str](), set[str]()
         self._reads, self._reach = reads, reach
         self._owners: dict[int, tuple[Any, str]] = {}
+        self._inheriting: dict[type, frozenset[str]] = {}  # what they have of libraries' classes
         self._reached: set[tuple[int, str]] = set()
         self._searched: set[int] = set()  # modules of libraries that code may ask for any function of theirs
         self._computed = self._elsewhere = False  # see ``AttributeNames``
         self._functions: dict[int, types.FunctionType] = {}  # of the user's
-        self._named: tuple[int, ...] = (0, 0, 0, False, False)  # how many of these were looked at
+        self._named: tuple[int, ...] = (0, 0, 0, 0, False, False)  # how many of these were looked at
 
     def read(self, function: types.FunctionType) -> None:
         """Add the attributes that code of the user's names."""
@@ -69,9 +72,23 @@ class Namespaces:
         if isinstance(kind, enum.EnumMeta):
             self._reach(kind._member_map_, kind._member_map_, f"{kind.__qualname__}.__members__")
 
+    def add_inherited(self, kind: type) -> None:
+        """Of what classes of libraries give to it, that is noted which code names, and what makes its objects. Modules' methods
+        and tensors' are read otherwise."""
+        if is_changeable(kind) and not issubclass(kind, (nn.Module, torch.Tensor)):
+            bases = [base for base in kind.__mro__ if is_changeable(base) and is_library(base)]
+            self._inheriting.setdefault(kind, frozenset().union(*map(vars, bases)) - _UNREAD)
+
     def read_named(self) -> None:
         """Of tensors, and of classes and modules that code can reach, the attributes that it names."""
-        now = len(self._owners), len(self._functions), len(self.attributes), self._computed, self._elsewhere
+        now = (
+            len(self._owners),
+            len(self._inheriting),
+            len(self._functions),
+            len(self.attributes),
+            self._computed,
+            self._elsewhere,
+        )
         known, self._named = self._named, now
         if known == now:
             return
@@ -81,6 +98,9 @@ class Namespaces:
             method = current("class", torch.Tensor, name)
             if method is not ABSENT or name in self._spelled:
                 self._reads.note("class", torch.Tensor, name, method, f"torch.Tensor.{name}")
+        for kind, inherited in self._inheriting.items():
+            for name in sorted(inherited & self.attributes.union(OPERATORS, _MAKING)):
+                self._reads.note("class", kind, name, current("class", kind, name), f"{kind.__qualname__}.{name}")
         for owner, text in [*self._owners.values()]:
             library = is_library(owner)
             if isinstance(owner, types.ModuleType):  # of a class, all is noted already

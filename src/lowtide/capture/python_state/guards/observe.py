@@ -25,7 +25,7 @@ from torch import nn
 
 from lowtide.capture.python_state.code import code_names
 from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
-from lowtide.capture.python_state.code.installed import is_installed, is_library
+from lowtide.capture.python_state.code.installed import is_changeable, is_installed, is_library
 from lowtide.capture.python_state.code.late import formulas
 from lowtide.capture.python_state.guards import files
 from lowtide.capture.python_state.guards.caches import Results, is_cache
@@ -45,7 +45,6 @@ _INHERITED = frozenset(vars(nn.Module)) - {"forward"} - _WHOLE
 _SHADOWED = _INHERITED - {"_call_impl", "named_modules"}  # maybe others in a trace; but for what all are asked for
 _INTERNAL = OWN - SAVING  # read in every call
 _ATOMS = frozenset((*PLAIN, *STAND_INS))  # not what is derived from them, which may have attributes
-_HEAP_TYPE = 1 << 9  # the flag of classes that Python code made
 _OPAQUE = ("torch", "logging", "threading", "re", "enum", "abc", "typing", "builtins", "lowtide")
 
 
@@ -262,6 +261,7 @@ class Observer:
                 self._reach(type(base), type(base), "")
                 for function in code_names.functions_of(base):
                     self._reach(function, function, "")
+        self._namespaces.add_inherited(kind)
 
     def _look_at_module(self, seen: nn.Module, original: nn.Module, text: str) -> None:
         """One that is not registered in the model: what it is made of counts where it is read itself."""
@@ -279,9 +279,9 @@ class Observer:
 
     def _watch(self, seen: Any, original: Any, text: str) -> None:
         """Note what is read of an object from now on."""
-        kind = type(seen)
+        self._namespaces.add_inherited(kind := type(seen))
         opaque = str(kind.__module__).partition(".")[0] in _OPAQUE or issubclass(kind, (np.ndarray, np.generic))
-        if opaque or not kind.__flags__ & _HEAP_TYPE:
+        if opaque or not is_changeable(kind):
             return
         if id(kind) not in self.originals:
             self.originals[id(kind)] = kind
