@@ -228,6 +228,27 @@ def test_repetitions_that_others_slow_down_do_not_count(disturbed: int) -> None:
     assert timing._summary(samples, 0).time_ns in range(100, 103)
 
 
+@pytest.mark.parametrize(
+    ("milliseconds", "peaks", "expected"),
+    [
+        ([70] * 9, [7], 5),  # short ones
+        ([300, 310, 320], [7], 2),
+        ([90, 90, 150, 160, 170], [7], 4),  # until they have taken long enough
+        ([300, 310, 320, 330, 340], [7, 8], 5),  # which of the peaks is its own?
+    ],
+)
+def test_what_takes_long_is_repeated_less_often(
+    monkeypatch: pytest.MonkeyPatch, milliseconds: list[int], peaks: list[int], expected: int
+) -> None:
+    """By the clock of a test."""
+    runs = [(time * 1_000_000, peaks[number % len(peaks)]) for number, time in enumerate(milliseconds)]
+    left = iter(runs)
+    monkeypatch.setattr(timing, "_on_cpu", lambda call: next(left))
+    found = timing.time_call(lambda: None, torch.device("cpu"), 1)
+    assert len([*left]) == len(milliseconds) - expected
+    assert milliseconds[0] * 1_000_000 <= found.time_ns <= milliseconds[expected - 1] * 1_000_000
+
+
 def test_the_peak_is_that_of_one_repetition() -> None:
     """Neither what repetitions leave behind is in it, nor is what was freed meanwhile missing."""
     left: list[torch.Tensor] = []

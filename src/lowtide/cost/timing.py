@@ -31,6 +31,7 @@ from lowtide.memory.meter import allocation_peak
 _CACHE_SIZES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE_BYTES, _LARGEST_SWEEP_BYTES = 32 << 20, 64 << 20
 _FEWEST, _MOST = 5, 25
+_FEWEST_LONG, _LONG_NS = 2, 400_000_000  # repetitions, which are enough where they have taken so long
 _FEWEST_STEADY = 9  # repetitions, from which the lower half may end them
 _STEADY, _STEADY_NS = 0.05, 2_000  # distance of the median from the least, over the least or at all
 
@@ -48,8 +49,8 @@ class Timing:
 def time_call(
     call: Callable[[], Any], device: torch.device, budget_ns: int, before: Callable[[], Any] = lambda: None
 ) -> Timing:
-    """Repeat ``call`` for about ``budget_ns`` (at least five times), or until the times are steady; its results are dropped.
-    The caller warms up.
+    """Repeat ``call`` for about ``budget_ns`` (at least five times; twice where it takes long), or until the times are steady;
+    its results are dropped. The caller warms up.
 
     ``before`` each repetition, not timed. Each repetition's peak is above its own start: what earlier ones left behind, or what
     goes meanwhile, is not in it.
@@ -59,7 +60,7 @@ def time_call(
     times: list[int] = []
     peaks: list[int] = []
     deadline = time.perf_counter_ns() + budget_ns
-    while len(times) < _FEWEST or (len(times) < _MOST and time.perf_counter_ns() < deadline):
+    while _are_few(times, peaks) or (len(times) < _MOST and time.perf_counter_ns() < deadline):
         before()
         time_ns, peak_bytes = repeat(call)
         times.append(time_ns)
@@ -74,6 +75,11 @@ def peak_of(call: Callable[[], Any], device: torch.device) -> int:
     """The most that one run of ``call`` allocates."""
     found = interface_of(device)
     return _on_accelerator(found, call)[1] if isinstance(found, Accelerator) else allocation_peak(call)[0]
+
+
+def _are_few(times: list[int], peaks: list[int]) -> bool:
+    enough = sum(times) >= _LONG_NS and len({*peaks}) == 1
+    return len(times) < (_FEWEST_LONG if enough else _FEWEST)
 
 
 def _spread(times: list[int]) -> int:
@@ -112,5 +118,5 @@ def _sweep_buffer() -> npt.NDArray[np.int64]:
 
 
 def _summary(samples: list[int], peak_bytes: int) -> Timing:
-    lower, *_ = statistics.quantiles(samples, n=4)
+    lower, *_ = statistics.quantiles(samples, n=4, method="exclusive" if len(samples) >= _FEWEST else "inclusive")
     return Timing(round(lower), _spread(samples), peak_bytes)
