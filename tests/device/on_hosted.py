@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -28,6 +29,7 @@ from lowtide.device import Accelerator, accelerator_in_use, accelerators, find, 
 from lowtide.ir import Compute
 from lowtide.memory.allocators import PeakWindow, device_memory, free_memory, meter_of, round_up
 from lowtide.offload.host import HostMemory
+from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.updates.away import AwayTensor
 from tests.device import hosted
 from tests.device.models import Block, Deciding, Mean
@@ -286,6 +288,30 @@ def test_what_does_not_repeat_its_bits_runs_once() -> None:
         assert run_once(FIRST) == []
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_stages_run_where_gradients_are_accumulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread of the device, in one order: hooks (those of DDP, say) issue collectives, and so may stages."""
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU()))).to(FIRST)
+    x, seen, stage = torch.randn(64, 32, device=FIRST), list[tuple[Any, int]](), ModelCall.stage
+
+    def noted(call: ModelCall, node: int) -> Any:
+        seen.append((node, threading.get_ident()))
+        return stage(call, node)
+
+    for number, parameter in enumerate(model.parameters()):
+        note = lambda _, number=number: seen.append((f"hook {number}", threading.get_ident()))  # noqa: E731
+        parameter.register_post_accumulate_grad_hook(note)
+    monkeypatch.setattr(ModelCall, "stage", noted)
+    lowtide.rematerialize(model, (x,), budget="70%", planning="wait")
+    orders = set()
+    for _ in range(20):
+        seen.clear()
+        model(x).sum().backward()
+        orders.add(tuple(what for what, _ in seen))
+        assert len({thread for _, thread in seen} - {threading.get_ident()}) == 1
+        assert threading.get_ident() not in {thread for _, thread in seen}
+    assert len(orders) == 1
 
 
 @pytest.mark.parametrize("device", [FIRST, pytest.param(SECOND, marks=pytest.mark.slow)])

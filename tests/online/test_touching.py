@@ -267,6 +267,32 @@ def test_writes_through_an_array_are_kept() -> None:
     compare(setup, share=75)
 
 
+def _launched(tensor: torch.Tensor, value: float) -> None:
+    """A kernel that gets an address, and writes there."""
+    memory = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+    np.frombuffer(memory, dtype=np.float32)[:] = value
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_kernel_writes_that_gets_an_address(again: bool) -> None:
+    """Into memory that was not initialized, which is dropped then, or written another time."""
+
+    def setup() -> Scenario:
+        def scenario() -> Any:
+            own = torch.empty(256, WIDTH)
+            _launched(own, 3)
+            results = [own * index for index in range(4)]
+            if again:
+                _launched(own, 5)
+            del own
+            others = [tensor.sum().item() for _ in range(3) for tensor in chain()]
+            return others, [tensor.sum().item() for tensor in results]
+
+        return scenario
+
+    compare(setup, share=75)
+
+
 def test_what_a_dead_array_left_can_be_evicted() -> None:
     """Twenty results of a tensor that NumPy has read, in room for ten."""
 

@@ -78,7 +78,7 @@ class Engine:
         memory = self.memory
         if memory.dead:
             memory.release_dead()
-        unread = operator.unread(args) if operator.statistics is not None else ()
+        unread = operator.unread(args) if operator.statistics else ()
         call, reads = self._recorded(operator, args, kwargs, unread)
         node = current_node()
         # Contexts in each other see an operator one after the other.
@@ -302,7 +302,8 @@ class Engine:
     def materialize(self, tensor: Tensor, access: Access) -> Callable[[], None] | None:
         """Make sure that the tensor's bytes are there; from ``EXPORT`` on, for as long as it lives.
 
-        With ``SHARE`` they may change unseen, until what is returned is called: what was computed from them stays.
+        Who has their address may have written them by now, and write them unseen: they are not computed again, and what was
+        computed from them stays. With ``SHARE`` that holds for what is computed later, too, until what is returned is called.
         """
         node = self.memory.node_of(tensor)
         if node.evicted:
@@ -310,10 +311,10 @@ class Engine:
         if access is Access.READ:
             return None
         node.pinned = True
-        if access is Access.EXPORT:
-            return None
         self._preserve_dependents(node)
         self.memory.pin(node)
+        if access is Access.EXPORT:
+            return None
         node.writers += 1
         return node.end_writer
 

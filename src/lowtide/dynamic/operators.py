@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 
 from lowtide.program.generators import form_with_generator
 from lowtide.program.repeating import differs_in_bits
+from lowtide.program.running_statistics import WRITTEN, written_positions
 
 Position = int | str  # of an argument: its place, or its name where it is passed by name
 
@@ -21,12 +22,6 @@ _GEOMETRY_ONLY = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
-# Running mean and variance are updated in training though the schema does not say so: (positions, position of the flag).
-_UPDATES_STATISTICS = {
-    "native_batch_norm": ((3, 4), 5),
-    "cudnn_batch_norm": ((3, 4), 5),
-    "miopen_batch_norm": ((3, 4), 5),
-}
 # Collectives write into some of the tensors that they are given and read others, perhaps after they have returned; the schemas
 # do not say which.
 _WRITE_UNSAID = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -42,7 +37,7 @@ class Operator:
     ``passes``: a view, which moves no bytes; ``detaches``: the one by which a leaf gets its gradient. ``composite``: to be
     taken apart first. ``writes``: the positions of tensors that it changes. ``random``: reads a generator. ``once``: never
     run again (collectives, effects, operators from elsewhere, of which nothing is known). ``geometry_only``: reads no
-    contents. ``statistics``: positions written in training and left out when it runs again, and the position of the flag.
+    contents. ``statistics``: the name of a norm that writes some in training, which are left out when it runs again.
     ``differs``: there are devices on which it does not repeat its bits. ``run``: calls ``overload``.
     """
 
@@ -73,7 +68,7 @@ class Operator:
         self.once = True
         self.differs = differs_in_bits(overload)
         self.writes: tuple[Position, ...] = ()
-        self.statistics: tuple[tuple[int, ...], int] | None = None
+        self.statistics = ""
         if isinstance(overload, OpOverload):
             self._read_schema(overload)
 
@@ -95,12 +90,11 @@ class Operator:
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
         self.geometry_only = name in _GEOMETRY_ONLY
         self.once = overload.namespace not in _FUNCTIONS
-        self.statistics = _UPDATES_STATISTICS.get(name)
+        self.statistics = name if name in WRITTEN else ""
 
     def unread(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions that are written and never read: statistics in training, which are read and not written otherwise."""
-        positions, flag = self.statistics or ((), 0)
-        return positions if len(args) > flag and args[flag] else ()
+        return written_positions(self.statistics, args)
 
     def with_generator(self, given: int) -> Operator | None:
         """The form that takes a keyword ``generator`` beside ``given`` arguments without names, if there is one."""

@@ -12,12 +12,13 @@ import torch
 from torch._higher_order_ops import effects
 
 from lowtide.program.recurrent import NAMESPACE as RECURRENT
+from lowtide.program.running_statistics import NAMESPACE as STATISTICS
 from lowtide.program.value_gradients import NAMESPACE as VALUE_GRADIENTS
 
 CHECKS = "lowtide_checks"
 _OWN = {  # namespaces of PyTorch itself, and ours
     *("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "symm_mem", "fsdp", CHECKS),
-    *("_c10d_functional_autograd", "_dtensor", RECURRENT, VALUE_GRADIENTS),
+    *("_c10d_functional_autograd", "_dtensor", RECURRENT, STATISTICS, VALUE_GRADIENTS),
     *("higher_order", "inductor", "mkldnn", "mkldnn_prepacked", "profiler", "quantized"),
 }
 # By operator: a context after which what its implementation can reach is as it was. Kept by whoever looked into it.

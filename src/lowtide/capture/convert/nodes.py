@@ -13,13 +13,14 @@ from torch import fx
 from lowtide.capture.trace.fake import UNINITIALISED
 from lowtide.capture.trace.sizes import SYMBOLIC
 from lowtide.program.roles import Tangent
+from lowtide.program.running_statistics import NAMESPACE as STATISTICS
 
 _ATEN = torch.ops.aten
 # The last: results.
 ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default, _ATEN.alias_copy.default}
-_TRAINING_NORMS = {"_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"}
+_TRAINING_NORMS = {"aten::_native_batch_norm_legit_functional", "aten::_batch_norm_with_update_functional"}
 _STATISTICS = slice(3, 5)  # among their arguments, and those of their backward
-_NORMS_BACKWARD = ("aten.native_batch_norm_backward.", "aten.batch_norm_backward.")
+_NORMS_BACKWARD = tuple(f"aten.{one}batch_norm_backward." for one in ("native_", "", "cudnn_", "miopen_"))
 
 
 def is_whole(node: fx.Node) -> bool:
@@ -91,7 +92,7 @@ def reaching(forward: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]
 
 def is_training_norm(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.name.split("::")[1] in _TRAINING_NORMS
+    return schema is not None and (schema.name in _TRAINING_NORMS or schema.name.startswith(f"{STATISTICS}::"))
 
 
 def depends_on(given: fx.Node, reaches: Set[fx.Node]) -> bool:

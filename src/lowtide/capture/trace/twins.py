@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lowtide.errors import CaptureError
+from lowtide.program import running_statistics
 from lowtide.program.foreign import is_foreign
 
 _LIBRARY = torch.library.Library("lowtide", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -23,7 +24,13 @@ _TWINS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def through_twins(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs these operators under the functional ``mode``."""
+    """Runs these operators under the functional ``mode``, and norms that write what their schemas do not tell of."""
+    if statistics := _statistics(func, args):
+        with mode:
+            results = [*running_statistics.functional_form(func)(*args)]
+            for place in reversed(statistics):
+                args[place].copy_(results.pop())
+        return tuple(results)
     if not is_foreign(func) or not func._schema.is_mutable or func.namespace == "lowtide":
         return NotImplemented
     written = _written(func, args, kwargs)
@@ -38,6 +45,13 @@ def through_twins(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
         for one in reversed(written):
             one.copy_(results.pop())
     return _returned(func, args, kwargs, results)
+
+
+def _statistics(func: Any, args: Any) -> tuple[int, ...]:
+    """The positions of running statistics that a norm writes in this call."""
+    if getattr(func, "namespace", "") != "aten" or (name := func._schema.name[6:]) not in running_statistics.FUNCTIONAL:
+        return ()
+    return tuple(place for place in running_statistics.written_positions(name, args) if isinstance(args[place], Tensor))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

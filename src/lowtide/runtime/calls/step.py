@@ -3,7 +3,8 @@
 The chain mirrors the backward program. Seen from the result, the first node receives the gradients of the outputs; each
 further node runs the next segment of the backward program and returns the gradients that became final in it. The nodes
 are linked by empty tensors, so the engine runs them one after the other and accumulates each group of gradients in
-between, as it does in eager.
+between, as it does in eager. These are on the device of the program: the engine runs a node in the thread of its device, where
+it accumulates gradients, and on the stream of its forward pass.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class OutputNode(torch.autograd.Function):
     def forward(ctx: Any, call: ModelCall, fixed: tuple[int, ...], token: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
+        ctx.device = token.device
         ctx.save_for_backward(token)
         with without_autocast(call.device_type):
             outputs = with_views(call.forward(), call.inputs, call.lowered.program.results)
@@ -53,7 +55,7 @@ class OutputNode(torch.autograd.Function):
         except BaseException as error:
             ctx.call.failed(error)
             raise
-        return None, None, torch.empty(0, device="cpu")
+        return None, None, torch.empty(0, device=ctx.device)
 
 
 class StageNode(torch.autograd.Function):
@@ -66,8 +68,8 @@ class StageNode(torch.autograd.Function):
         ctx.call = call
         ctx.node = node
         ctx.chained = token is not None
-        ctx.specs = call.specs(node)
-        return torch.empty(0, device="cpu")
+        ctx.specs, ctx.device = call.specs(node), device_of_inputs(call.inputs)
+        return torch.empty(0, device=ctx.device)
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
@@ -79,7 +81,7 @@ class StageNode(torch.autograd.Function):
             ctx.call.failed(error)
             raise
         wholes = map(whole_gradient, gradients, ctx.specs) if ctx.specs else gradients
-        return None, None, torch.empty(0, device="cpu") if ctx.chained else None, *wholes
+        return None, None, torch.empty(0, device=ctx.device) if ctx.chained else None, *wholes
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

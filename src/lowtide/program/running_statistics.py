@@ -1,0 +1,52 @@
+"""Norms that write running statistics which, by their schemas, they only read, and functions that return new ones instead.
+
+Eager's kernels on accelerators are such: ``F.batch_norm`` is ``cudnn_batch_norm`` on CUDA, where cuDNN takes it, and
+``nn.SyncBatchNorm`` gathers what all ranks have seen by ``batch_norm_gather_stats_with_counts``. In a functional program each
+has a form that runs the same kernel on copies of the statistics, and returns these behind its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "lowtide_statistics"
+# By the name of an operator: the positions of what it writes, and that of the flag for training; without one it always does.
+WRITTEN: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "native_batch_norm": ((3, 4), 5),
+    "cudnn_batch_norm": ((3, 4), 5),
+    "miopen_batch_norm": ((3, 4), 5),
+    "batch_norm_gather_stats": ((3, 4), None),
+    "batch_norm_gather_stats_with_counts": ((3, 4), None),
+    "batch_norm_update_stats": ((1, 2), None),
+}
+FUNCTIONAL = frozenset(WRITTEN) - {"native_batch_norm"}  # which PyTorch makes functional itself
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def written_positions(name: str, args: Any) -> tuple[int, ...]:
+    """Of the statistics that a call of the operator with this name writes."""
+    positions, flag = WRITTEN.get(name, ((), None))
+    return positions if flag is None or (len(args) > flag and args[flag]) else ()
+
+
+def functional_form(func: torch._ops.OpOverload) -> Callable[..., tuple[Tensor, ...]]:
+    """Takes what the norm ``func`` takes; returns what it returns, and its new statistics."""
+    name = func._schema.name.split("::")[1]
+    if not hasattr(getattr(torch.ops, NAMESPACE), name):
+        positions, _ = WRITTEN[name]
+        results = ", ".join(["Tensor"] * (len(func._schema.returns) + len(positions)))
+        parameters, _, _ = str(func._schema).partition("(")[2].rpartition(") -> ")
+
+        def run(*args: Any) -> tuple[Tensor, ...]:
+            given = [one.clone() if place in positions else one for place, one in enumerate(args)]
+            return (*func(*given), *(given[place] for place in positions))
+
+        _LIBRARY.define(f"{name}({parameters}) -> ({results})")  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"{NAMESPACE}::{name}", run, lib=_LIBRARY)
+    form: Callable[..., tuple[Tensor, ...]] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return form
