@@ -18,6 +18,7 @@ from lowtide.cost import analytical_costs, measure_costs
 from lowtide.cost.collectives import measure_collectives
 from lowtide.cost.scaled import Measured, scaled_costs
 from lowtide.cost.workspaces import with_generator_states, with_room_between, with_state_transfers
+from lowtide.device import interface_of
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.ir import Costs, Schedule, keep_all_schedule
 from lowtide.offload import with_offload
@@ -150,6 +151,7 @@ def program_costs(program: Program, on_progress: Progress | None = None) -> Cost
         if any(meta.device.type == "meta" for meta in program.metas):
             costs = analytical_costs(program)
         else:
+            interface_of(program_device(program)).warm_up()
             costs = measure_costs(program, on_progress=on_progress or report)
     return with_generator_states(program, costs)
 

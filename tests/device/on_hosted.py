@@ -442,6 +442,11 @@ def test_measured_where_it_ran() -> None:
     assert (on_cpu.device, on_cpu.peak_bytes) == ("cpu", 1000)
 
 
+def test_what_is_there_at_the_end_is_measured_with_the_result() -> None:
+    found = lowtide.measure(lambda: torch.ones(1 << 20, device=FIRST).neg())
+    assert (found.peak_bytes, found.final_bytes) == (8 << 20, 4 << 20)
+
+
 def test_online_by_default() -> None:
     assert lowtide.online("1GiB").settings.device == FIRST
     assert lowtide.online("1GiB", device="hosted:1").settings.device == SECOND

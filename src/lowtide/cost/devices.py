@@ -58,12 +58,20 @@ DEVICES = {device.name: device for device in _DEVICES}
 def get_device(name: str = "auto") -> Device:
     """The device of this name; ``"auto"`` is the machine's own where it is in the table, else the generic CPU."""
     if name == "auto":
-        maker = next((each.name() for each in accelerators()), "")
-        return next((each for each in _DEVICES if any(word in maker for word in each.matches)), DEVICES["cpu"])
+        return _of_maker(next((each.name() for each in accelerators()), ""))
     simple = name.lower().replace(" ", "").replace("-", "").replace("_", "")
     if simple not in DEVICES:
         raise CostError(f'device {name!r} is not in the table; known are "auto", {", ".join(DEVICES)}.')
     return DEVICES[simple]
+
+
+def device_of(device: torch.device) -> Device:
+    """What the table has of a device of this machine, else the generic CPU."""
+    return _of_maker(device_name(device))
+
+
+def _of_maker(name: str) -> Device:
+    return next((each for each in _DEVICES if any(word in name for word in each.matches)), DEVICES["cpu"])
 
 
 def device_name(device: torch.device) -> str:

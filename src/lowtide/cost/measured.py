@@ -22,7 +22,7 @@ import torch
 from lowtide.cost.analytical import operand_bytes, operator_time_ns
 from lowtide.cost.cache import CostCache, OperatorCost
 from lowtide.cost.collectives import collective_costs
-from lowtide.cost.devices import device_name, get_device
+from lowtide.cost.devices import device_name, device_of
 from lowtide.cost.on_links import collective_workspace
 from lowtide.cost.room import measured_in_bytes, room_for, unmeasured_workspace
 from lowtide.cost.signature import is_lasting, origin_of, signature, target_name
@@ -72,19 +72,19 @@ def measure_costs(
     for reason in dict.fromkeys(reason for reason in failed.values() if reason):
         _LOG.warning("%s; its cost is estimated", reason)
     time_ns, workspace = ([0] * len(program.graph.ops) for _ in range(2))
-    real = storage_bytes(program)
+    real, device = storage_bytes(program), program_device(program)
+    rates = device_of(device)
     for op in ops:
         if op in records:
             time_ns[op], workspace[op] = records[op].time_ns, _settle(program, program.graph.ops[op], records[op], real)
         else:
-            time_ns[op] = operator_time_ns(program, op, get_device())
+            time_ns[op] = operator_time_ns(program, op, rates)
             workspace[op] = operand_bytes(program, op) if failed[op] else unmeasured_workspace(program, op)
     for op in apart.difference(together):
-        time_ns[op], workspace[op] = operator_time_ns(program, op, get_device()), collective_workspace(program, op) or 0
+        time_ns[op], workspace[op] = operator_time_ns(program, op, rates), collective_workspace(program, op) or 0
     for op, (time, peak) in together.items():
         made = {program.graph.values[value].storage for value in program.graph.ops[op].outputs}
         time_ns[op], workspace[op] = time, max(0, peak - sum(real[storage] for storage in made))
-    device = program_device(program)
     beside = interface_of(device).overlaps and any(op.collective for op in program.graph.ops)
     return Costs(time_ns, workspace, real, device=device_name(device), collectives_beside=beside)  # type: ignore[arg-type]
 
@@ -196,8 +196,8 @@ def _bytes_of(program: Program, op: int, device: torch.device) -> OperatorCost |
     try:
         target, results = _runnable(call.target), list[Any]()
         args, kwargs, tensors = synthetic_arguments(program, op, drawn=False)
-        if hasattr(call.target, "rehearsal"):
-            target(*args, **kwargs)  # the first time it takes what it keeps
+        if hasattr(call.target, "rehearsal") or device.type != "cpu":
+            target(*args, **kwargs)  # the first time it takes what it keeps, or what its library does
         with unseen(call.target):
             peak_bytes = peak_of(lambda: results.append(target(*args, **kwargs)), device)
         return OperatorCost(0, 0, peak_bytes, *_returned(results.pop(), call.positions, tensors))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lowtide.program.layouts import copies_storage
+from lowtide.program.precision import matmul_precision, tf32
 from lowtide.program.program import Program, Ref, TensorMeta
 
 ALIGNMENT_BYTES = 64
@@ -65,7 +66,8 @@ def settings() -> str:
     switches = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        matmul_precision(),
+        tf32(backends.cudnn),
         backends.mkldnn.enabled,
         backends.cudnn.enabled,
         backends.cudnn.benchmark,

@@ -80,6 +80,15 @@ def _share_out(targets: torch.Tensor, lengths: torch.Tensor) -> None:
         lengths[:1] += len(targets) % len(lengths)
 
 
+def _share_rows(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> None:
+    """All groups of a grouped product get as many rows (or columns, or terms), in multiples of 16 where there are as many."""
+    if ends is not None and len(ends) > 0:
+        total = left.shape[-1] if left.dim() == right.dim() else left.shape[0] if left.dim() == 2 else right.shape[-1]
+        each = total // len(ends)
+        ends.copy_(torch.arange(1, len(ends) + 1) * (each - each % 16 if each >= 16 else each))
+        ends[-1:] = total
+
+
 def _select_as_many(indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> None:
     """A single mask selects as many as there are values."""
     before = next((place for place, one in enumerate(indices) if one is not None), len(indices))
@@ -98,6 +107,8 @@ _VALID: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "aten.multinomial.default": ((0,), lambda weights: weights.abs_()),
     "aten.poisson.default": ((0,), lambda rates: rates.abs_()),
     "aten.bernoulli.default": ((0,), lambda probabilities: probabilities.sigmoid_()),
+    "aten.bernoulli.Tensor": ((1,), lambda probabilities: probabilities.sigmoid_()),
+    "aten._grouped_mm.default": ((0, 1, 2), _share_rows),
     "aten.binary_cross_entropy.default": (
         (0, 1),
         lambda *probabilities: [stretch_of(one).sigmoid_() for one in probabilities],

@@ -25,6 +25,7 @@ class Accelerator(DeviceInterface):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.module: Any = torch.get_device_module(device)
+        self._is_warm = False
 
     def name(self) -> str:
         if hasattr(self.module, "get_device_name"):
@@ -96,6 +97,15 @@ class Accelerator(DeviceInterface):
             return torch.accelerator.get_memory_info(self.device)
         except (RuntimeError, NotImplementedError, ValueError):
             return None
+
+    def warm_up(self) -> None:
+        """Workspaces of cuBLAS, say: plans know nothing of them. The forward pass and the backward pass run in threads of their
+        own, and each has its own."""
+        if not self._is_warm:
+            self._is_warm = True
+            with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+                matrix = torch.ones(16, 16, device=self.device, requires_grad=True)
+                torch.mm(matrix, matrix).sum().backward()  # type: ignore[no-untyped-call]
 
     # --- queues ----------------------------------------------------------------------------------------------------
 

@@ -39,6 +39,9 @@ class DeviceInterface:
     def release_cached(self) -> None:
         """Give back to the device what its allocator keeps for later."""
 
+    def warm_up(self) -> None:
+        """Have libraries of kernels take now what they keep for themselves from their first call on."""
+
     def synchronize(self) -> None:
         """Wait until it has nothing left to do."""
 

@@ -17,6 +17,7 @@ import torch
 from lowtide.fusion.comparison import checking, require_same
 from lowtide.fusion.kinds import operator_name
 from lowtide.program.layouts import contiguous_strides, is_expanded
+from lowtide.program.precision import matmul_precision
 from lowtide.program.program import Call, Program, Ref, TensorMeta
 
 _FEWEST_ROWS = 32  # of a part: fewer are not worth a call
@@ -103,7 +104,7 @@ def is_available() -> bool:
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.mkldnn.enabled
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and torch.get_float32_matmul_precision() == "highest"
+        and matmul_precision() == "highest"
         and not torch.are_deterministic_algorithms_enabled()
     )
 

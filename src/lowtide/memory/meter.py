@@ -49,12 +49,21 @@ def measure(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Measurement
     _synchronize(used)
     with contextlib.ExitStack() as stack:
         windows = [stack.enter_context(PeakWindow(accelerator_meter(each))) for each in used]
-        on_cpu = _measure_cpu(lambda: _synchronized(used, fn, *args, **kwargs))
-        window, accelerator = max(zip(windows, used, strict=True), key=lambda pair: pair[0].peak_bytes)
+        levels: list[int] = []
+
+        def run() -> Any:
+            result = fn(*args, **kwargs)
+            _synchronize(used)
+            levels.extend(window.level_bytes for window in windows)  # with the result alive
+            return result
+
+        on_cpu = _measure_cpu(run)
+        found = zip(windows, used, levels, strict=True)
+        window, accelerator, level = max(found, key=lambda each: each[0].peak_bytes)
         if window.peak_bytes == 0:
             return on_cpu
         reserved = accelerator.reserved_peak_bytes() - window.start_bytes
-        return Measurement(window.peak_bytes, on_cpu.time_ns, str(accelerator.device), (), window.level_bytes, reserved)
+        return Measurement(window.peak_bytes, on_cpu.time_ns, str(accelerator.device), (), level, reserved)
 
 
 def collect_garbage() -> None:
@@ -72,12 +81,6 @@ def allocation_peak(fn: Callable[[], Any]) -> tuple[int, int]:
     """The cheap form, for the CPU: (peak, level at the end with the result alive), both above the starting level."""
     found = _measure_cpu(fn, log_events=0)
     return found.peak_bytes, found.final_bytes
-
-
-def _synchronized(used: Sequence[Accelerator], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = fn(*args, **kwargs)
-    _synchronize(used)
-    return result
 
 
 def _synchronize(used: Sequence[Accelerator]) -> None:

@@ -19,7 +19,7 @@ _DIFFERING = re.compile(
     r"|nll_loss2d_forward|_?adaptive_(avg|max)_pool[23]d_backward|avg_pool3d_backward|fractional_max_pool[23]d_backward"
     r"|max_pool3d_with_indices_backward|_?upsample_\w*linear\w*_backward|_?upsample_bicubic\w*_backward|_ctc_loss_backward"
     r"|(reflection|replication)_pad[123]d_backward|grid_sampler_[23]d_backward|_embedding_bag_(dense_)?backward"
-    r"|(_scaled_dot_product)?_(flash|efficient)_attention_backward|_roi_(align|pool)_backward|deform_conv2d_backward"
+    r"|(_scaled_dot_product)?_(flash|efficient|cudnn)_attention_backward|convolution_backward|_roi_(align|pool)_backward|deform_conv2d_backward"
 )
 
 

@@ -8,10 +8,11 @@ import logging
 import threading
 import time
 import warnings
-from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lowtide.program.precision import tf32
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -20,20 +21,11 @@ def backends() -> str:
     """The flags of ``torch.backends``."""
     matmul, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
     reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-    flags = _tf32(matmul), reduced, matmul.allow_fp16_accumulation, torch.backends.mha.get_fastpath_enabled()
-    convolutions = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, _tf32(cudnn), cudnn.benchmark_limit
+    flags = tf32(matmul), reduced, matmul.allow_fp16_accumulation, torch.backends.mha.get_fastpath_enabled()
+    convolutions = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, tf32(cudnn), cudnn.benchmark_limit
     others = mkldnn.enabled, mkldnn.deterministic, torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy
     filled = getattr(torch.utils.deterministic, "fill_uninitialized_memory", None)
     return str((flags, convolutions, others, torch.backends.quantized.engine, filled))
-
-
-def _tf32(flags: Any) -> Any:
-    """The flag of old, or the precisions that stand for it: PyTorch refuses to answer for the one where the others were set."""
-    try:
-        return flags.allow_tf32
-    except RuntimeError:
-        parts = (flags, getattr(flags, "conv", None), getattr(flags, "rnn", None))
-        return tuple(getattr(part, "fp32_precision", None) for part in parts)
 
 
 def ranks() -> str:

@@ -1,0 +1,26 @@
+"""How precisely the process multiplies 32-bit floats, in PyTorch's old words or in its new ones (``fp32_precision``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def tf32(flags: Any) -> Any:
+    """The flag of old of a backend, or the precisions that stand for it: PyTorch refuses to answer for the one where the others
+    were set."""
+    try:
+        return flags.allow_tf32
+    except RuntimeError:
+        parts = (flags, getattr(flags, "conv", None), getattr(flags, "rnn", None))
+        return tuple(getattr(part, "fp32_precision", None) for part in parts)
+
+
+def matmul_precision() -> str:
+    """``torch.get_float32_matmul_precision()``, or what stands for it, likewise."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        backends = (torch.backends.cuda, torch.backends.mkldnn)
+        return str(tuple(getattr(one.matmul, "fp32_precision", None) for one in backends))
