@@ -12,6 +12,7 @@ import torch
 import lowtide
 from lowtide.dynamic import context
 from lowtide.dynamic.node import Node, OperatorCall
+from lowtide.dynamic.operators import Operator
 from lowtide.dynamic.orders import OrderCache
 from lowtide.dynamic.plan import RebuildPlan, calls_behind, make_plan, with_what_is_there
 from tests.online.programs_support import collect
@@ -258,3 +259,17 @@ def test_what_is_let_go_of_while_it_is_rebuilt() -> None:
         assert engine.rebuilder._follow(plan)
         assert torch.equal(third, (torch.arange(256.0) * 2 + 1) * 3)
         assert not any(each.locks for each in node.values())
+
+
+@pytest.mark.parametrize("name", ["_cudnn_rnn", "miopen_rnn"])
+@pytest.mark.parametrize(
+    ("probability", "training", "again"), [(0.0, True, True), (0.5, False, True), (0.5, True, False)]
+)
+def test_layers_that_draw_masks_of_their_own_run_once(
+    name: str, probability: float, training: bool, again: bool
+) -> None:
+    """No generator tells which masks cuDNN's layers drew between them."""
+    overload = getattr(torch.ops.aten, name).default
+    values = {"dropout": probability, "train": training}
+    args = [values.get(argument.name) for argument in overload._schema.arguments]
+    assert Operator(overload).can_repeat(args, torch.device("cpu")) is again

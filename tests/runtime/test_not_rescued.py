@@ -223,6 +223,8 @@ def test_an_error_of_another_kind_is_left_alone(monkeypatch: pytest.MonkeyPatch)
             None,
         ),
         (MemoryError("std::bad_alloc"), True, None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, None),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), True, None),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, None),
         (ValueError(_CPU), False, 4096),
     ],

@@ -42,7 +42,6 @@ from lowtide.dynamic.patches import Access
 from lowtide.dynamic.rebuild import Experience, Rebuilder, refused_bytes
 from lowtide.errors import ExecutionError
 from lowtide.program import generators
-from lowtide.program.repeating import repeats_all_bits
 
 _RELEASE_EVERY = 256  # operators
 _LENGTHS_BYTES = 1 << 16  # integers up to this size are kept: PyTorch reads lengths where nobody can notice
@@ -173,7 +172,7 @@ class Engine:
         """Nodes for the storages that the results are on, where they are new."""
         made = []
         memory, operator = self.memory, call.operator
-        again = not (operator.once or operator.writes or (operator.differs and not repeats_all_bits(self.device)))
+        again = operator.can_repeat(call.args, self.device)
         for node in reads:
             if node.opaque or node.writers:
                 again = False

@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide.program.generators import form_with_generator
-from lowtide.program.repeating import differs_in_bits
+from lowtide.program.repeating import differs_in_bits, repeats_all_bits
 from lowtide.program.running_statistics import WRITTEN, written_positions
 
 Position = int | str  # of an argument: its place, or its name where it is passed by name
@@ -22,6 +22,9 @@ _GEOMETRY_ONLY = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
+# Dropout between layers draws from a state that the library has on the device, which no generator tells of: the position of the
+# probability, before that of the flag for training.
+_MASKS = {"_cudnn_rnn": 11, "miopen_rnn": 9}
 # Collectives write into some of the tensors that they are given and read others, perhaps after they have returned; the schemas
 # do not say which.
 _WRITE_UNSAID = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
@@ -38,7 +41,8 @@ class Operator:
     taken apart first. ``writes``: the positions of tensors that it changes. ``random``: reads a generator. ``once``: never
     run again (collectives, effects, operators from elsewhere, of which nothing is known). ``geometry_only``: reads no
     contents. ``statistics``: the name of a norm that writes some in training, which are left out when it runs again.
-    ``differs``: there are devices on which it does not repeat its bits. ``run``: calls ``overload``.
+    ``masks``: the position of a probability by which a recurrent layer drops what no generator says. ``differs``: there are
+    devices on which it does not repeat its bits. ``run``: calls ``overload``.
     """
 
     __slots__ = (
@@ -47,6 +51,7 @@ class Operator:
         "detaches",
         "differs",
         "geometry_only",
+        "masks",
         "name",
         "once",
         "overload",
@@ -68,7 +73,7 @@ class Operator:
         self.once = True
         self.differs = differs_in_bits(overload)
         self.writes: tuple[Position, ...] = ()
-        self.statistics = ""
+        self.statistics, self.masks = "", -1
         if isinstance(overload, OpOverload):
             self._read_schema(overload)
 
@@ -90,7 +95,13 @@ class Operator:
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
         self.geometry_only = name in _GEOMETRY_ONLY
         self.once = overload.namespace not in _FUNCTIONS
-        self.statistics = name if name in WRITTEN else ""
+        self.statistics, self.masks = name if name in WRITTEN else "", _MASKS.get(name, -1)
+
+    def can_repeat(self, args: Sequence[Any], device: torch.device) -> bool:
+        """Whether a call with these arguments can be made again, and gives the same bits."""
+        if self.masks >= 0 and args[self.masks] and args[self.masks + 1]:
+            return False
+        return not (self.once or self.writes or (self.differs and not repeats_all_bits(device)))
 
     def unread(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions that are written and never read: statistics in training, which are read and not written otherwise."""

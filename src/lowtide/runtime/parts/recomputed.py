@@ -28,6 +28,7 @@ from lowtide.capture.python_state.guards.reach import Reach
 from lowtide.dynamic.patches import UncompiledMode, uncompiled
 from lowtide.errors import ExecutionError
 from lowtide.objects.walk import parts_of, refill
+from lowtide.program import generators
 from lowtide.runtime.parts.decisions import recording, replaying
 
 _LARGE = 1 << 16  # bytes of a buffer
@@ -159,7 +160,12 @@ class _State:
         self.generators = random.getstate(), np.random.get_state()
         self.outside, self.arguments = outside, arguments
         held = [one for value in self.attributes.attributes.values() for one in parts_of(value)]
-        self.own_generators = [(one, one.get_state()) for one in held if isinstance(one, torch.Generator)]
+        drawing = [one for one in held if isinstance(one, torch.Generator)]
+        # Of the device's, checkpoints keep those of the arguments' devices alone, and a module may be given numbers.
+        devices = {
+            one.device for one in (*module.parameters(), *module.buffers()) if one.device.type not in ("cpu", "meta")
+        }
+        self.drawing = [generators.saved(one) for one in (*drawing, *map(generators.default_generator, devices))]
 
     def copy_before_write(self, arguments: Any) -> None:
         """An operator is about to write into some of these."""
@@ -197,8 +203,8 @@ class _State:
         self.arguments.put_back()
         random.setstate(self.generators[0])
         np.random.set_state(self.generators[1])
-        for generator, state in self.own_generators:
-            generator.set_state(state)
+        for generator in self.drawing:
+            generators.put_back(generator)
 
 
 class _Writing(UncompiledMode):

@@ -41,7 +41,11 @@ _LOG = logging.getLogger(__name__)
 _MOST_IN_A_ROW = 3  # steps that run out, of which the last does not run again
 _LEAST_LOWERED = 0.03  # of what the pass took; twice as much each further time in a step, as the estimate is wrong then
 _UNKNOWN_LOWERED = 0.1  # where nobody tells how much was missing
-_CPU = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
+# Where no error of PyTorch's own says so: its allocator on the CPU, and libraries of kernels that allocate themselves.
+_NONE_LEFT = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|CUDA error: out of memory"
+    r"|(?i:unable to find an engine to execute)"
+)
 _ASKED = re.compile(r"[tT]ried to allocate (\d+\.?\d*) ([KMGT]iB|bytes)")
 _ADVICE = "Lower budget= by what is missing, make the batch smaller, or free what else is allocated."
 _OURS = (targets.update, targets.keep_value, targets.tangent, targets.expect)  # effects that are known
@@ -180,7 +184,7 @@ def ran_out(error: BaseException) -> bool:
     """Whether the error says that there is no memory left, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and _CPU.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _NONE_LEFT.search(str(error)) is not None
 
 
 def _never(owner: Owner, program: Program) -> str | None:
