@@ -307,7 +307,7 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Rewrite | None) -> Captu
     refuse_objects(Readers(call.model, trace.traced.reads).of_objects(unknown))
     attribute_effects.say_unknown(call.model, unknown)
     guards = _guards(call.model, trace, settings)
-    program = assembled(convert(trace.module, inputs), run, call.state, type(call.model).__name__)
+    program = assembled(convert(trace.module, inputs, run.requires_grad), run, call.state, type(call.model).__name__)
     written = written_inputs(program, inputs)
     program = with_gathers(program, call.state.units, call.state.tensors)
     program = replace(program, placed=tuple(sorted(trace.traced.placed.items())))

@@ -43,7 +43,7 @@ from lowtide.program.distributed.collectives import is_collective, is_wait, wait
 from lowtide.program.foreign import is_foreign
 from lowtide.program.program import Call, Ref
 from lowtide.program.repeating import repeats_bits
-from lowtide.program.roles import Gradient
+from lowtide.program.roles import Gradient, Output
 
 _ATEN = torch.ops.aten
 _DROPPED = {"aten._assert_tensor_metadata.default"}
@@ -63,14 +63,15 @@ class Converted:
     sums: dict[Any, int]  # role of a gradient -> of how many terms it is the sum
 
 
-def convert(module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Converted:
-    """Walk the joint graph of the flat inputs ``given`` once, forward operators, tangents, backward operators."""
-    return _Walk(module, given).run()
+def convert(module: fx.GraphModule, given: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> Converted:
+    """Walk the joint graph of the flat inputs ``given`` once, forward operators, tangents, backward operators.
+    ``requires_grad``: which results have a gradient, whether it is expected or not."""
+    return _Walk(module, given, requires_grad).run()
 
 
 class _Walk:
-    def __init__(self, module: fx.GraphModule, given: Sequence[torch.Tensor]) -> None:
-        self.module, self.given = module, given
+    def __init__(self, module: fx.GraphModule, given: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> None:
+        self.module, self.given, self.requires_grad = module, given, requires_grad
         self.builder = Builder()
         self.value_of: dict[fx.Node, Any] = {}  # an int, or a dict from position to value for several outputs
         self.constants: dict[int, torch.Tensor] = {}
@@ -95,7 +96,7 @@ class _Walk:
         backward = [n for i, n in enumerate(calls) if i >= split and n not in needed]
         gradients = Gradients(self.builder, nodes, roles, self.value_of)
         self.updates = Updates(self.builder, self.value_of, forward, backward, roles)
-        self.updates.begin()
+        self.updates.begin(frozenset(roles[Output(i)] for i, grad in enumerate(self.requires_grad) if grad))
         for node in forward:
             self._convert(node)
             self.updates.computed(node)

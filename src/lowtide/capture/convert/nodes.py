@@ -81,11 +81,11 @@ def ancestors(outputs: Iterable[Any]) -> set[fx.Node]:
     return found
 
 
-def reaching(forward: Sequence[fx.Node], backward: set[fx.Node]) -> set[fx.Node]:
-    """Forward nodes from which data flows into the backward pass."""
+def reaching(forward: Sequence[fx.Node], backward: Set[fx.Node], results: Set[fx.Node] = frozenset()) -> set[fx.Node]:
+    """Forward nodes from which data flows into the backward pass, or into one of these ``results``."""
     found: set[fx.Node] = set()
     for node in reversed(forward):
-        if any(user in found or user in backward for user in node.users):
+        if node in results or any(user in found or user in backward for user in node.users):
             found.add(node)
     return found
 

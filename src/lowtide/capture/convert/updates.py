@@ -2,8 +2,9 @@
 
 An input is written into by an ``update`` op. Most are at the end of the forward pass, so that a pass that stops half-way leaves
 everything as it was; an operator whose result reaches the backward pass must not read the overwritten input again, and reads a
-copy of the first value. Batch normalisation in training mode needs none: what it returns for the backward pass does not depend
-on the running statistics.
+copy of the first value. So does one from which a result with a gradient is computed that none is expected for: if it comes all
+the same, another program begins with what this one has kept. Batch normalisation in training mode needs none: what it returns
+for the backward pass does not depend on the running statistics.
 
 Copies of all weights are much where a forward pass moves an average of them, and computes with it (the momentum encoder of
 MoCo): such an input is written *at once* (``at_once``), and operators read the input itself after it.
@@ -11,7 +12,7 @@ MoCo): such an input is written *at once* (``at_once``), and operators read the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -54,14 +55,17 @@ class Updates:
         self._returned = {storage_of(node) for node in self._results}
         self._at_once: dict[fx.Node, fx.Node] = {}  # what is computed -> the input that it is written into
 
-    def begin(self) -> None:
-        """Before the forward pass: give operators that reach the backward pass a copy of what it overwrites."""
-        reaches = reaching(self._forward, set(self._backward)) | self._backward
-        changed = {given: new for given, new in self._written.items() if depends_on(given, reaches)}
+    def begin(self, differentiable: Set[fx.Node]) -> None:
+        """Before the forward pass: give operators that reach the backward pass, or one of the ``differentiable`` results, a
+        copy of what it overwrites."""
+        expected = reaching(self._forward, self._backward) | self._backward
+        changed = {given: new for given, new in self._written.items() if depends_on(given, expected)}
         nodes = [*self.value_of, *self._forward]
         for given, chain in at_once(changed, nodes, self._backward, self._results).items():
             self._at_once[chain.computed] = given
             self.once.update(chain.readers)
+        reaches = reaching(self._forward, self._backward, differentiable) | self._backward
+        changed = {given: new for given, new in self._written.items() if depends_on(given, reaches)}
         for given in [each for each in changed if each not in self._at_once.values()]:
             external: int = self.value_of[given]
             name, meta = f"{given.name}_before", owned(self.builder.metas[external])
