@@ -64,6 +64,9 @@ class OptimizerUpdates:
         after: Any = self.optimizer._optimizer_step_post_hooks
         for hook, hooks, last in zip(self._hooks, (before, after), (True, False), strict=False):
             hooks.move_to_end(hook.id, last=last)
+        self._note_known()
+
+    def _note_known(self) -> None:
         if not self.updated:
             self._known = set(map(id, self.optimizer.state))
 
@@ -114,6 +117,7 @@ class OptimizerUpdates:
         return fetched
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._note_known()  # of passes that none of ours was part of
         self._hide()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
