@@ -200,7 +200,7 @@ def test_hooks_on_results_that_none_is_computed_from() -> None:
 
 
 class _Centred(nn.Module):
-    """A buffer moves, and from it a result is computed for which no gradient is expected: beside a scalar, or in an attribute."""
+    """A buffer moves, and a result comes of it for which no gradient is expected: beside a scalar, or in an attribute."""
 
     def __init__(self, left: bool) -> None:
         super().__init__()
