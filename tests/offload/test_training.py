@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import signal
 import subprocess
@@ -16,10 +17,13 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.api import runtime_of
 from lowtide.ir import Fetch, timing
 from lowtide.offload import open_memory
 from lowtide.offload.bandwidth import Bandwidth
 from lowtide.offload.disk import DiskMemory
+from lowtide.planning.make import make_plan
+from lowtide.runtime.programs.entry import Siblings, lowered
 from tests.support.networks import WithLoss, residual_blocks, rows
 from tests.support.training import compare_training, make
 
@@ -95,6 +99,18 @@ def _moving(disk: str, **options: Any) -> tuple[nn.Module, nn.Module]:
 
 def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def test_what_keeps_all_is_offered_a_schedule_that_moves(disk: str) -> None:
+    """Of equal parts of a model, one may have room for all of its tensors: its plan knows of no second memory."""
+    model, _ = _moving(disk)
+    ((entry,),) = runtime_of(model).entries.values()  # type: ignore[union-attr]
+    siblings, costs = Siblings(), dataclasses.replace(entry.plan.costs, second_memory=None)
+    siblings.keep(entry)
+    plan = make_plan(entry.program.graph, costs, budget="100%", planner="keep-all")
+    other = dataclasses.replace(entry, plan=plan, lowered=lowered(entry.program, plan, None))
+    siblings.take_over(other, waits=True)
+    assert other.plan is plan
 
 
 def test_a_graph_that_is_kept_runs_again(disk: str) -> None:
@@ -284,6 +300,8 @@ def test_nothing_is_left_of_a_process_that_is_killed(how: int, tmp_path: Path) -
     program = f"""
         import sys, torch
         from lowtide.offload.disk import DiskMemory
+from lowtide.planning.make import make_plan
+from lowtide.runtime.programs.entry import Siblings, lowered
         memory = DiskMemory({str(tmp_path)!r})
         lease = memory.lease(256 << 20)
         tensor = torch.ones(64 << 20)
