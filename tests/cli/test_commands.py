@@ -151,6 +151,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         (["plan.json", "--measurement", "plan.json"], "not a measurement"),
         (["run.trace.gz", "--budget", "1%"], "larger --budget"),
         (["notes.txt"], "not JSON"),
+        (["hollow.json"], "hollow.json: its schedule is not valid: "),
         (["result.json"], "neither a saved plan nor a trace: a JSON object with models, rounds"),
     ],
 )
@@ -163,6 +164,9 @@ def test_report_refuses(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small_plan().save("plan.json")
+    plan = json.loads(Path("plan.json").read_text())
+    del plan["schedule"]["steps"][0]
+    Path("hollow.json").write_text(json.dumps(plan))
     write_trace(trace_of_chain(), "run.trace.gz")
     Path("notes.txt").write_text("buy milk\n")
     Path("result.json").write_text('{\n"models": [],\n"rounds": 3\n}\n')

@@ -95,6 +95,13 @@ def test_a_boundary_behind_the_last_op() -> None:
         graph_from_json(data)
 
 
+def test_a_forward_output_behind_the_boundary() -> None:
+    data = graph_to_json(*random_graph(10, 8))
+    data["forward_outputs"] = data["ops"][-1]["outputs"]
+    with pytest.raises(PlanError, match="is of an op of the backward pass"):
+        graph_from_json(data)
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "\x00", ""])
 def test_files_that_are_not_json(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.json"

@@ -12,7 +12,7 @@ import argparse
 import sys
 
 from lowtide.budget import parse_budget
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, ScheduleError
 from lowtide.ir.serial import read_json
 from lowtide.memory.measurement import Measurement, load_measurement
 from lowtide.planning import Plan
@@ -57,7 +57,10 @@ def run(options: argparse.Namespace) -> int:
 def _of_plan(options: argparse.Namespace, measured: Measurement | None) -> Report:
     if options.budget or options.heuristic:
         raise PlanError(f"{options.file} is a plan, whose budget is given; --budget and --heuristic are for traces.")
-    plan = Plan.load(options.file)
+    try:
+        plan = Plan.load(options.file)
+    except ScheduleError as error:  # which is no defect of ours: the file says so
+        raise PlanError(f"{options.file}: its schedule is not valid: {error}") from error
     drawn = any(path.endswith(".html") for path in options.output or [])
     if drawn and not options.no_curve and plan.known_curve is None:
         with progress_bar() as on_progress:

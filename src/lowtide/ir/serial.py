@@ -246,6 +246,10 @@ def _validate(graph: Graph) -> None:
     for value in (*graph.inputs, *graph.forward_outputs, *graph.outputs):
         if index(value, len(graph.values), "the graph's inputs and outputs") not in available:
             raise PlanError(f"value {graph.values[value].name} is never produced.")
+    for value in graph.forward_outputs:
+        made = graph.values[value]
+        if made.producer is not None and made.producer >= graph.forward_ops:
+            raise PlanError(f"forward output {made.name} is of an op of the backward pass.")
     for unmade in graph.values:
         if unmade.id not in available:
             raise PlanError(f"value {unmade.name} names producer {unmade.producer}, which does not return it.")
