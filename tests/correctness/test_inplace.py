@@ -78,6 +78,69 @@ def test_slices_are_written_in_place() -> None:
     assert {"aten.slice_scatter.default", "aten.select_scatter.default"} <= targets
 
 
+class _Indexed(nn.Module):
+    """Sums over the edges of a graph, what an index or a mask puts in place, and selections, whose gradients are sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+        torch.manual_seed(3)
+        self.register_buffer("edges", torch.randint(0, BATCH, (3 * BATCH,)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.edges[:, None].expand(-1, 32)
+        for layer in self.layers:
+            y = layer(x)
+            mixed = torch.tanh(y[self.edges] * y.index_select(0, self.edges) + y.gather(0, wide))
+            x = y.new_zeros(y.shape).index_add_(0, self.edges, mixed)
+            x = x + y.new_zeros(y.shape).scatter_add_(0, wide, mixed)
+            x = x + torch.zeros_like(y).scatter_reduce(0, wide, mixed, "amax") + torch.sin(y).masked_scatter(y > 0, y)
+            x = x.clone().index_fill_(0, self.edges[:2], 0.5).index_put_((self.edges[3:4],), y[:1])
+            x = (
+                torch.sin(x).scatter(0, wide[:1], y[:1]).index_copy(0, self.edges[:1], y[:1])
+                + torch.take(y, self.edges).sum()
+            )
+            x = torch.cos(x)
+            x.diagonal().add_(1.0)
+        return x
+
+
+def test_indexed_sums_are_made_in_place() -> None:
+    (outcome, _) = compare_training(lambda: WithLoss(_Indexed()), rows(), budgets=("100%", "50%"), planner="auto")
+    (plan,) = lowtide.plans(outcome.model)
+    writing = {step.op for step in plan.schedule.steps if isinstance(step, Compute) and step.into is not None}
+    targets = {plan.graph.ops[op].target.split(".")[1] for op in writing}
+    expected = {
+        "index_add",
+        "scatter_add",
+        "index_put",
+        "put",
+        "index_fill",
+        "scatter",
+        "masked_scatter",
+        "diagonal_scatter",
+    }
+    assert expected <= targets, expected - targets
+
+
+def test_sums_into_zeros_take_no_more_than_in_eager() -> None:
+    """Those of the forward pass, and those that are the gradient of what is selected."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+            selected = self.layer(x).index_select(0, edges[1])
+            return torch.zeros_like(x).index_add_(0, edges[0], selected).sum()
+
+    model, inputs = Network(), (torch.randn(400, 64), torch.randint(0, 400, (2, 20)))
+    plain = lowtide.measure(lambda: model(*inputs).backward()).peak_bytes
+    lowtide.rematerialize(model, inputs, budget="100%")
+    assert lowtide.plans(model)[0].peak_bytes <= 1.1 * plain
+
+
 class _Views(nn.Module):
     """Views of views, expanded, transposed and split tensors, several of them alive at once."""
 

@@ -4,11 +4,13 @@ A functional program returns every sum of gradients and every mask of a gradient
 (``torch.Tag.pointwise``) reads a tensor for the last time, nothing else looks at that storage, and the result has the same
 layout and type, the operator can write its result there: the same kernel over the same elements, each read before it is
 written, so the results are equal to the bit. Softmax and its gradient can, too: they pass over a row of their first
-argument, and then write where they read. A matrix product that is added to a matrix begins with a copy of it otherwise; where
-that matrix is a factor too, it has to. An operator that returns a tensor with another one in a slice of it, which is what an
-in-place operator on a slice becomes in a functional program, then copies the slice alone. Which inputs these are is a property
-of the operator (``Op.overwrites``), known to planners, simulator and checker; a schedule decides where one is overwritten
-(``Compute.into``). Complex tensors are left out: their division rounds differently in place.
+argument, and then write where they read. What adds or puts something into the places of a tensor that an index names
+(``index_add``, ``scatter``: sums over the edges of a graph, gradients of what was selected) begins with a copy of that tensor
+otherwise, and so does a matrix product that is added to a matrix; where the operator reads that tensor as another argument,
+too, it has to. An operator that returns a tensor with another one in a slice of it, which is what an in-place operator on a
+slice becomes in a functional program, then copies the slice alone. Which inputs these are is a property of the operator
+(``Op.overwrites``), known to planners, simulator and checker; a schedule decides where one is overwritten (``Compute.into``).
+Complex tensors are left out: their division rounds differently in place.
 """
 
 from __future__ import annotations
@@ -29,11 +31,16 @@ from lowtide.program.program import Call, Program, Ref, TensorMeta
 # Their means and sums are one element at the start of a storage of all of them.
 _WIDE = {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}
 # Not pointwise: they may overwrite their first argument alone.
-_INTO_FIRST = {"addmm", "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data"}
+_INTO_FIRST = {
+    "addmm", "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data",
+    "index_add", "index_copy", "index_fill", "index_put", "index_reduce", "masked_scatter", "put", "scatter", "scatter_add",
+    "scatter_reduce",
+}  # fmt: skip
 SLICES: dict[Any, Any] = {  # what they write into a copy of
     torch.ops.aten.as_strided_scatter.default: torch.ops.aten.as_strided.default,
     torch.ops.aten.slice_scatter.default: torch.ops.aten.slice.Tensor,
     torch.ops.aten.select_scatter.default: torch.ops.aten.select.int,
+    torch.ops.aten.diagonal_scatter.default: torch.ops.aten.diagonal.default,
 }
 
 
