@@ -20,6 +20,7 @@ from torch import Tensor, UntypedStorage
 from lowtide.device import plain_types
 from lowtide.dynamic import statistics
 from lowtide.dynamic.failures import Refusal
+from lowtide.dynamic.idle import Idle
 from lowtide.dynamic.node import PREFERENCES, WRITTEN, Handle, Node, OperatorCall, is_opaque, storage_of
 from lowtide.dynamic.recording import Recorder
 from lowtide.dynamic.storages import empty, is_empty
@@ -55,7 +56,7 @@ class Memory:
         self.interruption: BaseException | None = None
         self.lock = threading.RLock()
         self._is_plain = functools.cache(lambda device: device.type in plain_types())  # to ask a device takes 0.5 us
-        self.counters = statistics.OnlineStatistics()
+        self.counters, self.idle = statistics.OnlineStatistics(), Idle()
         self.nodes: dict[int, Node] = {}  # by the address of the storage that the program holds
         self.dead: list[Handle] = []  # handles of storages that are gone, not yet looked at
         self.locked: list[tuple[Node, ...]] = []  # what each operator under way needs, the innermost last
@@ -147,7 +148,7 @@ class Memory:
         """Evict until so many bytes can be allocated; false where that cannot be."""
         while self.free_bytes() < wanted_bytes:
             enough = self.may_exceed and self.counters.hardly_goes_on(self.rebuild_began_ns if self.rebuilds else None)
-            if not enough and self.evict_one():
+            if self.idle.evict(self) if enough else self.evict_one():
                 continue
             if not self.may_exceed:
                 self.refusal = Refusal(wanted_bytes, self.meter.level_bytes, wanted_bytes - self.free_bytes())
@@ -176,15 +177,15 @@ class Memory:
         """Empty the storage that the heuristic chooses; false where none can go."""
         began = statistics.now_ns()
         if (node := self._victim()) is not None:
-            self._evict_counted(node, began)
+            self.evict_counted(node, began)
         return node is not None
 
     def evict_planned(self, node: Node) -> None:
         """Empty the storage, since a plan says so."""
-        self._evict_counted(node, statistics.now_ns())
+        self.evict_counted(node, statistics.now_ns())
         self.counters.planned_evictions += 1
 
-    def _evict_counted(self, node: Node, began_ns: int) -> None:
+    def evict_counted(self, node: Node, began_ns: int) -> None:
         self.evict(node)
         if self.on_eviction is not None:
             self.on_eviction(node)
@@ -194,8 +195,7 @@ class Memory:
 
     def _victim(self) -> Node | None:
         self.release_dead()
-        intermediate = next((node for node in self.intermediates if not node.locks), None)
-        chosen = intermediate or self._preferred()
+        chosen = next((node for node in self.intermediates if not node.locks), None) or self._preferred()
         if chosen is None and self.release_constants(thorough=True):
             chosen = self._preferred()
         return chosen
