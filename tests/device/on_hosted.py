@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from benchmarks.models import MODELS
 from benchmarks.sweep import problems
 from benchmarks.sweep_model import sweep_model
 from lowtide.cli.main import main as command_line
+from lowtide.cost.timing import time_call
 from lowtide.device import Accelerator, accelerator_in_use, accelerators, find, interface_of
 from lowtide.ir import Compute
 from lowtide.memory.allocators import PeakWindow, device_memory, free_memory, meter_of, round_up
@@ -440,6 +441,17 @@ def test_measured_where_it_ran() -> None:
     assert (on_second.device, on_second.peak_bytes) == ("hosted:1", 1024)
     on_cpu = lowtide.measure(lambda: torch.empty(1000, dtype=torch.uint8))
     assert (on_cpu.device, on_cpu.peak_bytes) == ("cpu", 1000)
+
+
+def test_what_is_timed_finds_a_swept_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By memory that is gone before it is measured, and is not taken where there is none."""
+    accelerator, filled = cast(Accelerator, interface_of(FIRST)), list[int]()
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda tensor: filled.append(tensor.nbytes))
+    for cache_bytes in (0, 1 << 20, TOTAL_BYTES):
+        monkeypatch.setitem(vars(accelerator), "cache_bytes", cache_bytes)
+        timed = time_call(lambda: torch.empty(1 << 18, device=FIRST), FIRST, budget_ns=1)
+        assert timed.peak_bytes == 1 << 20
+    assert {*filled} == {4 << 20}
 
 
 def test_what_is_there_at_the_end_is_measured_with_the_result() -> None:
