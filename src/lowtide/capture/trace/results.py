@@ -41,13 +41,15 @@ def is_composite(func: Any) -> bool:
 
 
 class _Kept(NamedTuple):
-    """A tensor of new memory or, where there is an ``offset``, one that shows that of the only one that is given."""
+    """A tensor of new memory or, where there is an ``offset``, one that shows that of the only one that is given. ``shared``:
+    it is the tensor of this number among the results before it."""
 
     shape: tuple[int | torch.SymInt, ...]
     strides: tuple[int | torch.SymInt, ...]
     offset: int | torch.SymInt | None
     dtype: torch.dtype
     device: torch.device
+    shared: int | None = None
 
 
 class _UnkeptError(Exception):
@@ -74,7 +76,7 @@ def keep(mode: Any, key: Any, args: Sequence[Any], result: Any) -> None:
         found = _kept(result, [*map(memory_of, tensors_among(args))], [])
     except _UnkeptError:
         return
-    if not _is_alike(_made(mode, found, args), result):
+    if not _is_alike(_made(mode, found, args, []), result):
         return
     kept = _table(mode)
     if len(kept) >= _MOST:
@@ -85,7 +87,7 @@ def keep(mode: Any, key: Any, args: Sequence[Any], result: Any) -> None:
 def known(mode: Any, key: Any, args: Sequence[Any]) -> Any:
     """The result anew; ``None`` where none is kept."""
     found = _table(mode).get(key)
-    return None if found is None else _made(mode, found, args)
+    return None if found is None else _made(mode, found, args, [])
 
 
 def _table(mode: Any) -> dict[Any, Any]:
@@ -129,36 +131,43 @@ def _is_plain(fake: FakeTensor) -> bool:
     return fake.layout is torch.strided and fake.constant is None and not fake.is_conj() and not fake.is_neg()
 
 
-def _kept(result: Any, given: list[int], made: list[int]) -> _Kept | tuple[_Kept | None, ...]:
-    """How to make it, for arguments of these memories; new memories are added to those that were ``made``."""
+def _kept(result: Any, given: list[int], made: list[Any]) -> _Kept | tuple[_Kept | None, ...]:
+    """How to make it, for arguments of these memories; it is added to the tensors that were ``made``."""
     if isinstance(result, tuple):
         return tuple(None if one is None else _kept(one, given, made) for one in result)  # type: ignore[misc]
     if type(result) is not FakeTensor or not _is_plain(result) or result.requires_grad:
         raise _UnkeptError
     memory = memory_of(result)
     shows = memory in given  # so does ``_unsafe_view``, of which the schema does not tell
-    if memory in made or (shows and len(given) > 1):
+    shared = next(
+        (number for number, one in enumerate(made) if one is result), None
+    )  # which PyTorch's own table forgets
+    if (shared is None and memory in map(memory_of, made)) or (shows and len(given) > 1):
         raise _UnkeptError
     shape, strides, offset = tuple(result.shape), result.stride(), result.storage_offset()
     elements = span_elements(hints(shape), hints(strides))
     if not shows and (hint(offset) != 0 or hint(result.untyped_storage().nbytes()) != elements * result.itemsize):
         raise _UnkeptError
-    made.append(memory)
-    return _Kept(shape, strides, offset if shows else None, result.dtype, result.fake_device)
+    made.append(result)
+    return _Kept(shape, strides, offset if shows else None, result.dtype, result.fake_device, shared)
 
 
-def _made(mode: Any, found: Any, args: Sequence[Any]) -> Any:
+def _made(mode: Any, found: Any, args: Sequence[Any], before: list[FakeTensor]) -> Any:
     if found is None:
         return None
     if type(found) is tuple:
-        return tuple(_made(mode, one, args) for one in found)
+        return tuple(_made(mode, one, args, before) for one in found)
+    if found.shared is not None:
+        before.append(before[found.shared])
+        return before[-1]
     unasked = contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
     with unasked:
         made = torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")
         if found.offset is not None:
             shown = next(tensors_among(args))
             made.set_(shown.untyped_storage(), found.offset, found.shape, found.strides)
-    return FakeTensor(mode, made, found.device)
+    before.append(FakeTensor(mode, made, found.device))
+    return before[-1]
 
 
 def _is_alike(made: Any, result: Any) -> bool:
