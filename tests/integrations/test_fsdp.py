@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -164,6 +165,41 @@ def test_sharded_after_it_was_rematerialized() -> None:
     assert lowtide.measure(step, model, rows).peak_bytes <= plan.peak_bytes
     lowtide.restore(model)
     assert [dict(hooks) for hooks in (model._forward_pre_hooks, model._forward_hooks)] == before
+
+
+class Counting(torch.nn.Module):
+    """A count that a factor follows from, and layers that hold their parameters in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = torch.nn.Linear(8, 8), torch.nn.LSTM(8, 16, num_layers=2)
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        hidden: torch.Tensor = self.body(self.embed(x))[0]
+        return hidden.square().mean() * min(1.0, self.steps / 4)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_numbers_that_are_counted_on() -> None:
+    """They are inputs of one program, and counted as without a plan."""
+    torch.manual_seed(0)
+    model = Counting()
+    reference = copy.deepcopy(model)
+    for one in (model, reference):
+        fully_shard(one)
+    x = torch.randn(4, 2, 8)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="keep-all")
+    for _ in range(6):
+        losses = [one(x) for one in (model, reference)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        assert model.steps == reference.steps
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+    assert len(lowtide.plans(model)) <= 2  # one for either answer of the comparison
 
 
 class Attending(torch.nn.Module):

@@ -36,6 +36,7 @@ def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo[id(module)] = object.__new__(kind.__mro__[kind._orig_cls_mro_index])
     for module in sharded:
         _fill(memo[id(module)], module, memo, is_root=module is model)
+    memo.setdefault(id(memo), []).extend(sharded)  # where ``copy.deepcopy`` keeps what it has copied
     return copy.deepcopy(model, memo)
 
 

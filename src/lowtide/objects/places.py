@@ -87,8 +87,9 @@ def _method(owner: Any, name: str) -> Any:
 
 
 def _layout(tensor: torch.Tensor, _: str) -> str:
-    strides = tensor.stride() if tensor.layout is torch.strided else ()
-    return str((tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad))
+    with torch._C.DisableTorchFunction():  # while a model is traced, modes look at what its code asks
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        return str((tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad))
 
 
 def _values(tensor: torch.Tensor) -> Any:

@@ -89,7 +89,7 @@ def _gathered(program: Program, unit: Unit, positions: Sequence[int]) -> tuple[P
     changed = replace(program, graph=replace(graph, inputs=inputs), metas=metas, inputs=flat)
     name = f"gather of {unit.name or graph.name}"
     op = Op(-1, name, GATHER_TARGET, (), made, first.phase, collective=True, module=unit.name)
-    call = Call(Gather(unit, tuple(values)), (), {}, tuple(range(len(made))))
+    call = Call(_only(Gather(unit, tuple(values))), (), {}, tuple(range(len(made))))
     return changed, Insertion(first.id - 1, op, call, tuple(storages))
 
 
@@ -119,6 +119,11 @@ def _reduced(program: Program, unit: Unit, positions: Sequence[int]) -> tuple[Pr
     op = Op(
         -1, name, REDUCE_TARGET, read, (value,), Phase.BACKWARD, effect=True, collective=True, module=unit.name
     )  # fmt: skip
-    call = Call(Reduce(unit, sorted(gradients)), tuple(map(Ref, read)), {})
+    call = Call(_only(Reduce(unit, sorted(gradients))), tuple(map(Ref, read)), {})
     result = replace(program, graph=changed, metas=(*program.metas, meta), gradients=left, reduced=reduced)
     return result, Insertion(touching[-1].id, op, call, (storage,))
+
+
+def _only(operator: Gather | Reduce) -> Gather | Reduce:
+    """The first that was made like it."""
+    return operator.unit.operators.setdefault((operator.__qualname__, operator.chosen), operator)

@@ -49,6 +49,7 @@ class Unit:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.forms: tuple[GatheredForm, ...] = tuple(map(_form, group.fsdp_params))
+        self.operators: dict[Any, Gather | Reduce] = {}  # of its programs, which are the same where these are
 
     @property
     def name(self) -> str:
@@ -237,7 +238,7 @@ def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor], be
     return foreach_reduce(**{name: given[name] for name in known})
 
 
-def is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: object) -> bool:
     """Whether ``fully_shard`` was applied to this very module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)

@@ -15,6 +15,7 @@ from lowtide.capture.python_state.guards.reads import Content, Contents, Reads, 
 from lowtide.capture.python_state.paths import named
 from lowtide.errors import CaptureError
 from lowtide.objects.walk import OWN, PLAIN, content, fields
+from lowtide.program.distributed.sharded import is_sharded
 
 _NOT_PLAIN = OWN | {"forward"}
 _DEPTH = 8
@@ -35,6 +36,8 @@ def refuse_writes(
     names = []
     for original, copied in copies.values():
         if seen.get(id(original)) is not original or id(copied) not in seen or original is copied:
+            continue
+        if is_sharded(original):  # FSDP2's hooks refer to it, and its copy is of the plain module that it was
             continue
         if (
             id(original) in changed
@@ -71,7 +74,7 @@ def refuse_told_apart(
     """Raises ``CaptureError`` where a run came to an object of the model's by a variable or among the ``arguments`` as well,
     and its code asks with ``is`` for one, or ``compares`` in any way and it is a module; or where such an object, or one of
     the ``tensors``, is a key there. ``seen``, ``copies`` as above."""
-    copied = {id(one): one for one, copy in copies.values() if one is not copy}
+    copied = {id(one): one for one, copy in copies.values() if not (one is copy or is_sharded(one))}
     outside = {id(one): one for one in (*arguments.values(), *reads.holders)}
     outside = {key: one for key, one in outside.items() if seen.get(key) is one}  # no copies
     keys = {id(_referent(key)) for one in outside.values() if isinstance(one, _KEYED) for key in one}
