@@ -174,6 +174,16 @@ def test_report_refuses(
     assert message in capsys.readouterr().err
 
 
+def test_output_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdout", None)  # as Python has it where it was closed
+    assert main(["planners"]) == 0
+    if Path("/dev/full").exists():
+        with Path("/dev/full").open("w") as full:
+            monkeypatch.setattr("sys.stdout", full)
+            assert main(["planners"]) == 2
+        assert capsys.readouterr().err == "lowtide: cannot write what is printed: No space left on device.\n"
+
+
 @pytest.mark.usefixtures("_module")
 def test_plan_infeasible(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "command_line_sample:build", "--budget", "1kB"]) == 3

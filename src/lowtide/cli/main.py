@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from lowtide.errors import InfeasibleBudgetError, LowtideError, OnlineBudgetErro
 from lowtide.version import __version__
 
 DONE, INTERRUPTED = 0, 130
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _CODES = {
     InfeasibleBudgetError: 3,
     OnlineBudgetError: 3,
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         code: int = options.run(options)
-        sys.stdout.flush()
+        _flush()
         return code
     except LowtideError as error:
         print(f"lowtide: {error}", file=sys.stderr)
@@ -64,5 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, `lowtide plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return DONE
+    except OSError as error:
+        scripts = options.run in (run.run, advise.run)  # whose own errors are shown as Python does
+        if scripts or error.errno not in _UNWRITTEN or error.filename is not None:
+            raise
+        _drop_output()
+        print(f"lowtide: cannot write what is printed: {error.strerror}.", file=sys.stderr)
+        return _CODES[LowtideError]
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # which is there unless it was closed, `lowtide planners >&-`
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """What is printed and not written yet goes nowhere, so that Python does not try to write it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
