@@ -112,6 +112,28 @@ def test_what_stays_on_tensors_is_left_to_eager_code(do: _Called, message: str) 
         lowtide.rematerialize(_Doing(do), (x[0],), budget="100%", on_capture_error="error")
 
 
+class _ForCompilers(_Doing):
+    """As caches of ``transformers`` mark what they keep, and attention of it what it gets."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        state = torch.tanh(self.first(x)).detach()
+        torch._dynamo.mark_static_address(state)
+        return super().forward(x), state
+
+
+def test_marks_for_compilers_are_no_attributes_of_the_programs() -> None:
+    x = torch.ones(3, 4)
+
+    def step(model: Any, number: int) -> Any:
+        out, state = model(x)
+        out.square().sum().backward()
+        return out, state, [each.grad for each in model.parameters()]
+
+    assert_as_eager(lambda: _ForCompilers(_nothing), step)
+    lowtide.rematerialize(_ForCompilers(_nothing), (x,), budget="100%", on_capture_error="error")
+
+
 def test_gradients_that_a_model_retains_are_there() -> None:
     def step(model: Any, number: int) -> Any:
         out = model(torch.ones(3, 4))

@@ -19,6 +19,7 @@ from lowtide.program.distributed.local import form_of
 
 _KINDS = (torch.Tensor, nn.Parameter, FunctionalTensor)
 _PYTORCH = "elem"  # that PyTorch puts on a functional tensor
+_COMPILERS = "_dynamo_"
 
 
 def flat_arguments(
@@ -67,6 +68,11 @@ def put_on(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in own.items() if name != _PYTORCH} if own else own
 
 
+def _marks(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a program may ask for: Dynamo's own (``mark_static_address``) tell a compiler how to treat a tensor."""
+    return {name: value for name, value in attributes.items() if not name.startswith(_COMPILERS)}
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether code of the user's is told when its gradient is there."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
@@ -83,12 +89,12 @@ def refuse_marks(
             "gradients of other calls, too. Register it once, outside of the forward pass, or on a view "
             "(weight.view_as(weight)), or run the model under lowtide.online."
         )
-    now, known = [put_on(tensor) for tensor in given], set(map(id, given))
+    known = set(map(id, given))
     same = all(
         was.keys() == own.keys() and all(was[name] is own[name] for name in own)
-        for was, own in zip(before, now, strict=True)
+        for was, own in zip(map(_marks, before), (_marks(put_on(tensor)) for tensor in given), strict=True)
     )
-    if not same or any(put_on(tensor) for tensor in results if id(tensor) not in known):
+    if not same or any(_marks(put_on(tensor)) for tensor in results if id(tensor) not in known):
         raise CaptureError(
             "the forward pass gives attributes to a parameter, a buffer, an argument or a result (weight.seen = True), which "
             "planned calls would not. Keep them in attributes of the module, or return them, or run the model under "
