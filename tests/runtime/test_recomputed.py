@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.runtime.parts.decisions import recording, replaying
 from lowtide.runtime.parts.recomputed import Recomputation
 
 
@@ -99,6 +100,45 @@ def test_a_large_buffer_that_is_written_into_before_the_backward_pass() -> None:
 
 
 _calls: dict[str, list[int]] = {"seen": []}
+
+
+class _Deciding(nn.Module):
+    """Writes into what it has decided by, as functions of graphs do that turn their masks round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.layer(x)
+        order, mask = hidden.argsort(1), hidden > 0
+        hidden = hidden * (order + 0.5) * mask.to(x.dtype)
+        order.add_(1).remainder_(16)
+        return torch.tanh(hidden * (order + 0.5) + mask.logical_not_()), mask
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "in inference mode"])
+def test_decisions_that_are_written_into(where: str) -> None:
+    torch.manual_seed(0)
+    model = _Deciding()
+    plain, x = copy.deepcopy(model), torch.randn(4, 16)
+    found, mask = Recomputation().run(model, model.forward, (x,), {}, lambda: None)
+    expected, other = plain(x)
+    if where == "outside":  # by whoever has it
+        mask.logical_not_()
+    if where == "in inference mode":  # whose tensors do not tell of writes
+        with torch.inference_mode():
+            decisions: list[Any] = []
+            with recording(decisions):
+                turned = (x > 0).logical_not_()
+            with replaying(decisions):
+                again = (x > 0).logical_not_()
+            assert torch.equal(again, turned)
+    assert torch.equal(found, expected)
+    for result in (found, expected):
+        result.square().sum().backward()
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(mask, other.logical_not() if where == "outside" else other)
 
 
 class _Counting(nn.Module):

@@ -73,11 +73,11 @@ def replaying(decisions: Sequence[Any]) -> Iterator[None]:
                 "lowtide.online."
             )
         leaves, spec = pytree.tree_flatten(decided)
-        if all(leaf is not None for leaf in leaves):
-            return pytree.tree_unflatten([_copied(leaf) for leaf in leaves], spec)
-        results = pytree.tree_leaves(operator(*args, **kwargs))
-        chosen = [new if old is None else _copied(old) for old, new in zip(leaves, results, strict=True)]
-        return pytree.tree_unflatten(chosen, spec)
+        leaves = [leaf.copied() if isinstance(leaf, _Decided) else leaf for leaf in leaves]
+        if any(leaf is None for leaf in leaves):
+            results = pytree.tree_leaves(operator(*args, **kwargs))
+            leaves = [new if old is None else old for old, new in zip(leaves, results, strict=True)]
+        return pytree.tree_unflatten(leaves, spec)
 
     with _decided_by(decide):
         yield
@@ -133,12 +133,23 @@ class _Mode(UncompiledMode):
         return self.decide(func, *args, **(kwargs or {})) if func in DECIDING else func(*args, **(kwargs or {}))
 
 
+class _Decided:
+    """A tensor of discrete values. Below autograd, ``detach`` makes one that counts writes by itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        counted = not tensor.is_inference()
+        self._values = tensor.detach() if counted else tensor.clone()
+        self._counter = tensor if counted else self._values
+        self._version = tensor._version if counted else 0
+
+    def copied(self) -> torch.Tensor | None:
+        """``None`` where it has been written into since (``mask.logical_not_()``): what it was is computed again."""
+        is_written = not self._counter.is_inference() and self._counter._version != self._version
+        return None if is_written else self._values.clone()
+
+
 def _discrete(value: Any) -> Any:
     """What is kept of a result: all that is no tensor of continuous values."""
     if isinstance(value, torch.Tensor):
-        return value.detach() if value.dtype in _DISCRETE else None
+        return _Decided(value) if value.dtype in _DISCRETE else None
     return value
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
