@@ -123,6 +123,24 @@ def test_indexed_sums_are_made_in_place() -> None:
     assert expected <= targets, expected - targets
 
 
+def test_indices_that_are_written_by_themselves() -> None:
+    """PyTorch refuses to write in place into what it reads as an index."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.layer(x))
+            order = y.detach()[0].argsort()
+            inverse = torch.empty_like(order).index_put((order,), torch.arange(32))
+            again = inverse.index_put((inverse,), torch.arange(32))
+            return (y * again).sum()
+
+    compare_training(Network, rows(), budgets=("100%",), planner="auto")
+
+
 def test_sums_into_zeros_take_no_more_than_in_eager() -> None:
     """Those of the forward pass, and those that are the gradient of what is selected."""
 

@@ -134,6 +134,17 @@ def test_marks_for_compilers_are_no_attributes_of_the_programs() -> None:
     lowtide.rematerialize(_ForCompilers(_nothing), (x,), budget="100%", on_capture_error="error")
 
 
+def _marked_once(model: Any, x: torch.Tensor) -> None:
+    if not hasattr(model.scale, "_dynamo_static_input_type"):
+        torch._dynamo.mark_static_address(model.scale)
+        model.first.weight.data.mul_(0.5)
+
+
+def test_marks_that_code_asks_for() -> None:
+    x = torch.ones(3, 4)
+    assert_as_eager(lambda: _Doing(_marked_once), lambda model, number: _step(model, x))
+
+
 def test_gradients_that_a_model_retains_are_there() -> None:
     def step(model: Any, number: int) -> Any:
         out = model(torch.ones(3, 4))

@@ -44,6 +44,13 @@ def _local(h: torch.Tensor) -> torch.Tensor:
     return h * mask[0]
 
 
+def _two_over_one(h: torch.Tensor) -> torch.Tensor:
+    array = np.ones(16, dtype=np.float32)
+    whole, every_second = torch.from_numpy(array), torch.from_numpy(array[::2])
+    whole.mul_(3)
+    return h * every_second
+
+
 Use = Callable[["_Model", torch.Tensor, np.ndarray], torch.Tensor]
 SEEN: dict[str, Use] = {
     "from_numpy": lambda m, h, given: h * _grown(torch.from_numpy(m.array)),
@@ -54,6 +61,7 @@ SEEN: dict[str, Use] = {
     "not read": lambda m, h, given: (torch.from_numpy(m.array)[2].copy_(h.detach().sum()), h)[1],
     "an argument": lambda m, h, given: h * _grown(torch.from_numpy(given)),
     "a buffer over it": lambda m, h, given: h * _grown(m.shown) * float(m.array[0]),
+    "two over one": lambda m, h, given: _two_over_one(h),
     "of a constant": lambda m, h, given: h * _sum_of(m.constant.numpy()) * m.constant,
     "in the backward pass": lambda m, h, given: _Twice.apply(h, m.array),
 }

@@ -300,8 +300,6 @@ def test_nothing_is_left_of_a_process_that_is_killed(how: int, tmp_path: Path) -
     program = f"""
         import sys, torch
         from lowtide.offload.disk import DiskMemory
-from lowtide.planning.make import make_plan
-from lowtide.runtime.programs.entry import Siblings, lowered
         memory = DiskMemory({str(tmp_path)!r})
         lease = memory.lease(256 << 20)
         tensor = torch.ones(64 << 20)

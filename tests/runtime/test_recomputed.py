@@ -141,6 +141,30 @@ def test_decisions_that_are_written_into(where: str) -> None:
     assert torch.equal(mask, other.logical_not() if where == "outside" else other)
 
 
+class _Drawing(nn.Module):
+    """Draws indices, and then a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        chosen = torch.multinomial(hidden.detach().sigmoid(), 4)
+        return nn.functional.dropout(torch.tanh(hidden), 0.5) * chosen.sum(1, keepdim=True)
+
+
+def test_decisions_that_are_drawn() -> None:
+    torch.manual_seed(0)
+    model = _Drawing()
+    plain, x = copy.deepcopy(model), torch.randn(4, 16)
+    for which in (model, plain):
+        torch.manual_seed(1)
+        result = Recomputation().run(which, which.forward, (x,), {}, lambda: None) if which is model else which(x)
+        result.square().sum().backward()
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
+
+
 class _Counting(nn.Module):
     """Scales by how often it ran, which it keeps in a container that is another one from time to time."""
 

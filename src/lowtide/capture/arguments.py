@@ -6,7 +6,7 @@ the model's own among the arguments is that one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,11 @@ from lowtide.program.distributed.local import form_of
 
 _KINDS = (torch.Tensor, nn.Parameter, FunctionalTensor)
 _PYTORCH = "elem"  # that PyTorch puts on a functional tensor
-_COMPILERS = "_dynamo_"
+_COMPILERS = frozenset({  # what Dynamo puts on tensors that it is told to treat in some way (``mark_static_address``)
+    "_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides", "_dynamo_shape_ids", "_dynamo_static_indices",
+    "_dynamo_static_input_type", "_dynamo_strict_unbacked_indices", "_dynamo_unbacked_bounds", "_dynamo_unbacked_indices",
+    "_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking", "_specialize_on",
+})  # fmt: skip
 
 
 def flat_arguments(
@@ -68,33 +72,36 @@ def put_on(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in own.items() if name != _PYTORCH} if own else own
 
 
-def _marks(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that a program may ask for: Dynamo's own (``mark_static_address``) tell a compiler how to treat a tensor."""
-    return {name: value for name, value in attributes.items() if not name.startswith(_COMPILERS)}
-
-
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether code of the user's is told when its gradient is there."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def refuse_marks(
-    given: Sequence[torch.Tensor], before: Sequence[Mapping[str, Any]], results: Sequence[torch.Tensor]
+    given: Sequence[torch.Tensor],
+    before: Sequence[Mapping[str, Any]],
+    results: Sequence[torch.Tensor],
+    named: Collection[str],
 ) -> None:
     """Raises ``CaptureError`` where traced tensors that were ``given`` have others than ``before``, or hooks, or a result has
-    some: what a forward pass leaves on tensors, planned calls would not."""
+    some: what a forward pass leaves on tensors, planned calls would not. Marks for compilers tell a program nothing, unless the
+    user's code has ``named`` them."""
     if any(map(has_hooks, given)):
         raise CaptureError(
             "the forward pass registers a hook on a parameter, a buffer or an argument, which stays there and is called for "
             "gradients of other calls, too. Register it once, outside of the forward pass, or on a view "
             "(weight.view_as(weight)), or run the model under lowtide.online."
         )
-    known = set(map(id, given))
+    unseen, known = _COMPILERS.difference(named), set(map(id, given))
+
+    def marks(attributes: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in attributes.items() if name not in unseen}
+
     same = all(
         was.keys() == own.keys() and all(was[name] is own[name] for name in own)
-        for was, own in zip(map(_marks, before), (_marks(put_on(tensor)) for tensor in given), strict=True)
+        for was, own in zip(map(marks, before), (marks(put_on(tensor)) for tensor in given), strict=True)
     )
-    if not same or any(_marks(put_on(tensor)) for tensor in results if id(tensor) not in known):
+    if not same or any(marks(put_on(tensor)) for tensor in results if id(tensor) not in known):
         raise CaptureError(
             "the forward pass gives attributes to a parameter, a buffer, an argument or a result (weight.seen = True), which "
             "planned calls would not. Keep them in attributes of the module, or return them, or run the model under "

@@ -267,7 +267,7 @@ class TracedModel:
         result = structure.with_argument_slots(result, structure.objects(self.call.arguments))
         result = with_originals(with_numbers(result, self.numbers.every), copies)
         left = with_states(flat, extra)
-        refuse_marks(wholes, marks, flat)
+        refuse_marks(wholes, marks, flat, observer.namespaces.named_by_user())
         flat, specs = local_results(flat, {id(whole): local for whole, local in zip(wholes, tensors, strict=True)})
         hidden = bases(flat, tensors)
         guess = guess_mask(flat, result, left.values()) + (False,) * len(hidden)

@@ -104,10 +104,10 @@ class Accelerator(DeviceInterface):
         """Workspaces of cuBLAS, say: plans know nothing of them. The forward pass and the backward pass run in threads of their
         own, and each has its own."""
         if not self._is_warm:
-            self._is_warm = True
             with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
                 matrix = torch.ones(16, 16, device=self.device, requires_grad=True)
                 torch.mm(matrix, matrix).sum().backward()  # type: ignore[no-untyped-call]
+            self._is_warm = True
 
     # --- queues ----------------------------------------------------------------------------------------------------
 

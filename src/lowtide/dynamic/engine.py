@@ -301,8 +301,8 @@ class Engine:
     def materialize(self, tensor: Tensor, access: Access) -> Callable[[], None] | None:
         """Make sure that the tensor's bytes are there; from ``EXPORT`` on, for as long as it lives.
 
-        Who has their address may have written them by now, and write them unseen: they are not computed again, and what was
-        computed from them stays. With ``SHARE`` that holds for what is computed later, too, until what is returned is called.
+        Who ``WRITE``s them unseen gives them contents that are not computed again; what was computed from them stays. With
+        ``SHARE`` that holds for what is computed later, too, until what is returned is called.
         """
         node = self.memory.node_of(tensor)
         if node.evicted:
@@ -310,9 +310,10 @@ class Engine:
         if access is Access.READ:
             return None
         node.pinned = True
-        self._preserve_dependents(node)
-        self.memory.pin(node)
-        if access is Access.EXPORT:
+        if access is not Access.EXPORT:
+            self._preserve_dependents(node)
+            self.memory.pin(node)
+        if access is not Access.SHARE:
             return None
         node.writers += 1
         return node.end_writer

@@ -37,16 +37,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Access(enum.IntEnum):
-    """What follows: the bytes are read now, may be read later, or may be written later."""
+    """What follows: the bytes are read now, may be read later, may be written now, or later."""
 
     READ = 0
     EXPORT = 1
-    SHARE = 2
+    WRITE = 2
+    SHARE = 3
 
 
 _ACCESS = {
     **dict.fromkeys(("tolist", "__repr__", "__str__", "__format__"), Access.READ),
-    **dict.fromkeys(("data_ptr", "untyped_storage", "share_memory_"), Access.EXPORT),
+    **dict.fromkeys(("untyped_storage", "share_memory_"), Access.EXPORT),
+    "data_ptr": Access.WRITE,
     **dict.fromkeys(("numpy", "__dlpack__"), Access.SHARE),
 }
 _Function = TypeVar("_Function", bound=Callable[..., Any])

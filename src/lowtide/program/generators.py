@@ -15,7 +15,7 @@ from lowtide.device import accelerator_in_use, accelerators, interface_of
 from lowtide.errors import ExecutionError
 from lowtide.program import targets
 
-SavedState = tuple[torch.Generator, torch.Generator]  # and one of ours that stands where it stood
+SavedState = tuple[torch.Generator, bytes]
 _GENERATOR = ("generator", "Optional[Generator]")  # an argument, as schemas tell of it
 _PROBE, _PROBED = torch.empty((), dtype=torch.int64, device="cpu"), threading.Lock()
 
@@ -47,8 +47,8 @@ def all_kept() -> Iterator[None]:
 
 
 def saved(generator: torch.Generator) -> SavedState:
-    """The generator and its state, outside PyTorch's allocator, so that it does not count towards a budget, at no moment."""
-    return generator, generator.clone_state()
+    """The generator and its state, outside PyTorch's allocator, so that it does not count towards a budget."""
+    return generator, generator.get_state().numpy().tobytes()
 
 
 def put_back(state: SavedState | None) -> None:
@@ -71,28 +71,29 @@ def replayed(state: SavedState | None) -> Iterator[None]:
         _restore(*present)
 
 
-def _restore(generator: torch.Generator, state: torch.Generator) -> None:
-    generator.set_state(state.get_state())
+def _restore(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 class Draw:
     """Where a generator stands before a random operator, so that the operator can draw the same again."""
 
-    __slots__ = ("_after", "_before")
+    __slots__ = ("_after", "_generator", "_there")
 
     def __init__(self, generator: torch.Generator) -> None:
-        self._before = saved(generator)
+        self._generator = generator
+        self._there = generator.clone_state()  # a state as a tensor would count for a moment
         self._after: Any = None
 
     def drawn(self) -> None:
         """The operator has run, and is to draw ``again``: note where the generator stands now."""
-        self._after = _place(self._before[0])
+        self._after = _place(self._generator)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[torch.Generator]:
         """A generator of its own that stands where the other one stood. Other threads may draw and seed meanwhile. Raises
         ``ExecutionError`` where the operator does not leave it where it left the other one at first."""
-        own = self._before[1].clone_state()
+        own = self._there.clone_state()
         yield own
         if self._after is not None and self._after != _place(own):
             raise ExecutionError(
@@ -103,7 +104,7 @@ class Draw:
 
     def replayed(self) -> contextlib.AbstractContextManager[None]:
         """For operators that take no generator: PyTorch's own stands where it stood. No other thread may draw or seed."""
-        return replayed(self._before)
+        return replayed((self._generator, saved(self._there)[1]))
 
 
 def _place(generator: torch.Generator) -> Any:

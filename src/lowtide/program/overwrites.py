@@ -27,6 +27,7 @@ import torch
 from lowtide.program.items import TakingItems, taking_items
 from lowtide.program.layouts import is_dense
 from lowtide.program.program import Call, Program, Ref, TensorMeta
+from lowtide.program.references import map_references
 
 # Their means and sums are one element at the start of a storage of all of them.
 _WIDE = {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}
@@ -142,8 +143,15 @@ def _form(call: Call, argument: Ref) -> Written | None:
     forms = _forms(call.target)
     first = call.args[:1] == (argument,)
     if _into_first(call.target):
-        return next(iter(forms), None) if first and call.args.count(argument) == 1 else None
+        return next(iter(forms), None) if first and _times(call, argument) == 1 else None
     return next((form for form in forms if first or form.keyword), None)
+
+
+def _times(call: Call, argument: Ref) -> int:
+    """How often it is an argument, in lists of indices too."""
+    found = list[Ref]()
+    map_references((call.args, call.kwargs), found.append)
+    return found.count(argument)
 
 
 def _into_first(target: Callable[..., Any]) -> bool:

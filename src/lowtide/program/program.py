@@ -100,6 +100,20 @@ class Program:
             and all(one is two or (id(two) not in held and _equal(one, two)) for one, two in pairs)
         )
 
+    @property
+    def kept_for_backward(self) -> tuple[int, ...]:
+        """Those of ``kept`` from whose first values something is computed that the backward pass reads."""
+        graph = self.graph
+        outputs = graph.forward_outputs[len(graph.forward_outputs) - len(self.kept) :]
+        behind = {value: {number} for value, number in zip(outputs, self.kept, strict=True)}
+        found = set[int]()
+        for op in graph.ops if behind else ():
+            numbers = set[int]().union(*(behind.get(value, ()) for value in op.inputs))
+            if op.id >= graph.forward_ops:
+                found |= numbers
+            behind.update(dict.fromkeys(op.outputs, numbers) if numbers else {})
+        return tuple(number for number in self.kept if number in found)
+
     def _layouts(self) -> list[TensorMeta]:
         """Those of all values. A batch that is cut out of a larger tensor begins elsewhere in that each time."""
         given = {value for storage in self.graph.storages if storage.external for value in storage.values}

@@ -42,7 +42,7 @@ def functional_form(func: torch._ops.OpOverload) -> Callable[..., tuple[Tensor, 
         parameters, _, _ = str(func._schema).partition("(")[2].rpartition(") -> ")
 
         def run(*args: Any) -> tuple[Tensor, ...]:
-            given = [one.clone() if place in positions else one for place, one in enumerate(args)]
+            given = [one.clone() if place in positions and one is not None else one for place, one in enumerate(args)]
             return (*func(*given), *(given[place] for place in positions))
 
         _LIBRARY.define(f"{name}({parameters}) -> ({results})")  # type: ignore[no-untyped-call]

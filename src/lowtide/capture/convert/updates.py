@@ -28,6 +28,7 @@ from lowtide.program.program import Call, Ref
 from lowtide.program.roles import Input, Written
 
 _ATEN = torch.ops.aten
+_SHARE = 32  # of the memory of all inputs: copies for gradients that are not expected take one of them at most
 
 
 class Updates:
@@ -65,8 +66,8 @@ class Updates:
             self._at_once[chain.computed] = given
             self.once.update(chain.readers)
         reaches = reaching(self._forward, self._backward, differentiable) | self._backward
-        changed = {given: new for given, new in self._written.items() if depends_on(given, reaches)}
-        for given in [each for each in changed if each not in self._at_once.values()]:
+        others = [one for one, new in self._written.items() if one not in changed and depends_on(one, reaches)]
+        for given in [*(one for one in changed if one not in self._at_once.values()), *self._few(others)]:
             external: int = self.value_of[given]
             name, meta = f"{given.name}_before", owned(self.builder.metas[external])
             copy = self.builder.add_fresh(name, self.builder.next_op, meta, given.meta["val"])
@@ -74,6 +75,15 @@ class Updates:
             self.builder.add_op(name, Phase.FORWARD, call, (external,), (copy,), effect=True)
             self.kept[given.meta["role"].number] = copy
             self.value_of[given] = copy
+
+    def _few(self, some: Sequence[fx.Node]) -> list[fx.Node]:
+        """Those of ``some`` inputs whose copies take next to nothing beside all inputs, the smallest first."""
+        sizes = {one: self.builder.metas[value].storage_bytes for one, value in self.value_of.items()}
+        room, found = sum(sizes.values()) // _SHARE, list[fx.Node]()
+        for one in sorted(some, key=lambda one: sizes[one]):
+            room -= sizes[one]
+            found += [one] if room >= 0 else []
+        return found
 
     def computed(self, node: fx.Node) -> None:
         """What the ``node`` has computed is written, if it is at once, and operators read the input itself from now on."""

@@ -51,10 +51,12 @@ def refuse_array_writes(
 
     def refuse() -> None:
         pairs = [*((one, own) for one in lifted), *((one, read) for one in shown)]
-        written = [(one.real, arrays) for one, arrays in pairs if _is_written(one.functional)]
+        written = [pair for pair in pairs if _is_written(pair[0].functional)]
         with _disable_current_modes():
-            views = [(real.detach().numpy(), arrays) for real, arrays in written]
-        _refuse(any(np.may_share_memory(view, array) for view, arrays in views for array in arrays))
+            views = {id(one): one.real.detach().numpy() for one in (*lifted, *(one for one, _ in written))}
+        for one, arrays in written:
+            others = [views[id(other)] for other in lifted if other is not one]  # two tensors over one memory
+            _refuse(any(np.may_share_memory(views[id(one)], array) for array in (*arrays, *others)))
 
     refuse()
     return refuse

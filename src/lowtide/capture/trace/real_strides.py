@@ -24,15 +24,16 @@ from lowtide.capture.trace.sizes import hint, hints, in_symbols
 from lowtide.program import generators
 from lowtide.program.layouts import contiguous_strides
 
-# What they return is in order, as their fake kernels say. Of zeros as weights, kernels of CUDA's end the process.
-_IN_ORDER = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "multinomial")}
+# What they return is in order, as their fake kernels say.
+_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
+_REFUSING = {torch.ops.aten.multinomial.default}  # zeros, as weights: on CUDA that ends the process
 _Strides = tuple[tuple[int, ...] | None, ...]
 _KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` where the operator does not run so
 
 
 def real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Strides | None:
     """The strides of each tensor that ``func`` returns, ``None`` for what is no tensor; ``None`` where the fake ones hold."""
-    if func in _IN_ORDER or not (_computes(func) or _views(func)):
+    if func in _PRODUCTS | _REFUSING or not (_computes(func) or _views(func)):
         return None
     tensors = list(tensors_among((*args, *kwargs.values())))
     if all(_is_plain(tensor) for tensor in tensors) or not all(_can_stand_in(tensor) for tensor in tensors):

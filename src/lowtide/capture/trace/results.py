@@ -139,9 +139,8 @@ def _kept(result: Any, given: list[int], made: list[Any]) -> _Kept | tuple[_Kept
         raise _UnkeptError
     memory = memory_of(result)
     shows = memory in given  # so does ``_unsafe_view``, of which the schema does not tell
-    shared = next(
-        (number for number, one in enumerate(made) if one is result), None
-    )  # which PyTorch's own table forgets
+    # PyTorch's own table forgets that two results are one.
+    shared = next((number for number, one in enumerate(made) if one is result), None)
     if (shared is None and memory in map(memory_of, made)) or (shows and len(given) > 1):
         raise _UnkeptError
     shape, strides, offset = tuple(result.shape), result.stride(), result.storage_offset()

@@ -306,7 +306,7 @@ class ModelCall:
         """Another program for this call may read inputs that this one updates as they are by now, or as they were before."""
         if changed := self._changed(lowered.at_once, lowered.at_once):
             raise modified(self._names(changed), False)
-        if gone := [i for i in lowered.program.kept if i not in self.kept]:
+        if gone := [i for i in lowered.program.kept_for_backward if i not in self.kept]:
             raise ExecutionError(
                 "gradients of other outputs arrived than the call was planned for, and their program needs what "
                 f"{self._names(gone)} was before the forward pass wrote it, which is gone. Call lowtide.restore(model) for "

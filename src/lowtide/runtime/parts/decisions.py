@@ -32,6 +32,7 @@ DECIDING = {  # operators that make something discrete of continuous values, or 
     _ATEN.lt.Tensor, _ATEN.le.Tensor, _ATEN.gt.Tensor, _ATEN.ge.Tensor, _ATEN.eq.Tensor, _ATEN.ne.Tensor,
 }  # fmt: skip
 _KEY = "Fake"
+_LARGE = 1 << 12  # bytes, up to which decisions are copied, whoever writes into them and however
 _NOTHING: tuple[Any, Any] = (None, None)
 _DISCRETE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _registered: list[torch.library.Library] = []  # they end with their kernels
@@ -61,7 +62,8 @@ def recording(decisions: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaying(decisions: Sequence[Any]) -> Iterator[None]:
-    """Inside, this thread's operators decide as they did before. ``ExecutionError`` where others are to."""
+    """Inside, this thread's operators decide as they did before. ``ExecutionError`` where others are to. What draws, draws
+    again: others draw after it."""
     left = iter(list(decisions))
 
     def decide(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +76,7 @@ def replaying(decisions: Sequence[Any]) -> Iterator[None]:
             )
         leaves, spec = pytree.tree_flatten(decided)
         leaves = [leaf.copied() if isinstance(leaf, _Decided) else leaf for leaf in leaves]
-        if any(leaf is None for leaf in leaves):
+        if torch.Tag.nondeterministic_seeded in operator.tags or any(leaf is None for leaf in leaves):
             results = pytree.tree_leaves(operator(*args, **kwargs))
             leaves = [new if old is None else old for old, new in zip(leaves, results, strict=True)]
         return pytree.tree_unflatten(leaves, spec)
@@ -134,17 +136,18 @@ class _Mode(UncompiledMode):
 
 
 class _Decided:
-    """A tensor of discrete values. Below autograd, ``detach`` makes one that counts writes by itself."""
+    """A tensor of discrete values: a copy of a small one, else what is kept until it is written into by an operator. Below
+    autograd, ``detach`` makes a tensor that counts writes by itself."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        counted = not tensor.is_inference()
+        counted = not tensor.is_inference() and tensor.nbytes > _LARGE
         self._values = tensor.detach() if counted else tensor.clone()
         self._counter = tensor if counted else self._values
         self._version = tensor._version if counted else 0
 
     def copied(self) -> torch.Tensor | None:
         """``None`` where it has been written into since (``mask.logical_not_()``): what it was is computed again."""
-        is_written = not self._counter.is_inference() and self._counter._version != self._version
+        is_written = self._counter is not self._values and self._counter._version != self._version
         return None if is_written else self._values.clone()
 
 

@@ -51,6 +51,11 @@ class Namespaces:
         if not is_installed(function.__code__.co_filename):
             self._functions.setdefault(id(function), function)
 
+    def named_by_user(self) -> set[str]:
+        """Attributes that code of the user's names, also in texts."""
+        names = map(attribute_names, self._functions.values())
+        return {name for one in names for name in (*one.named, *one.spelled)}
+
     def add(self, owner: Any, text: str) -> bool:
         """Whether it is a new one."""
         new = id(owner) not in self._owners

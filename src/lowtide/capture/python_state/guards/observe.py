@@ -73,7 +73,7 @@ class Observer:
         self._alive: list[Any] = [clone]  # no id comes again
         self._modules, self._classes, self._numbers, self._shown = modules, NotingClasses(), numbers, classes
         self._waiting: deque[tuple[Any, Any, str]] = deque()
-        self._namespaces = Namespaces(reads, self._reach)
+        self.namespaces = Namespaces(reads, self._reach)
         self._unregistered: set[int] = set()  # modules that are not of the model, as the run sees them
         theirs = {*filter(code_names.is_third_party, map(type, model.modules()))}
         self._defining = {kind.__module__ for kind in theirs}
@@ -153,7 +153,7 @@ class Observer:
             while self._waiting:
                 while self._waiting:
                     self._look(*self._waiting.popleft())
-                self._namespaces.read_named()
+                self.namespaces.read_named()
         finally:
             self._busy = busy
 
@@ -184,7 +184,7 @@ class Observer:
         self._numbers.was_reached(seen)
         if is_cache(original):
             self._look_at_cache(original, text)
-        seeded = isinstance(original, torch.Generator) and "initial_seed" in self._namespaces.attributes
+        seeded = isinstance(original, torch.Generator) and "initial_seed" in self.namespaces.attributes
         asks = seeded or isinstance(original, types.BuiltinFunctionType)
         self._read(original, (*(asked_by(original) if asks else ()), *asked_under({str(type(original).__module__)})))
         items = content(original)
@@ -225,12 +225,12 @@ class Observer:
         return {id(original) for original, _ in self.copied.values()}
 
     def _look_at_namespace(self, module: types.ModuleType) -> None:
-        self._namespaces.add(module, module.__name__)
+        self.namespaces.add(module, module.__name__)
         self._read(module, asked_under({*module.__name__.split(".")}))
         self._reach(type(module), type(module), "")
 
     def _look_at_function(self, seen: types.FunctionType, function: types.FunctionType) -> None:
-        self._namespaces.read(function)
+        self.namespaces.read(function)
         of_user = not is_installed(function.__code__.co_filename)
         if of_user:
             self.compares |= code_names.compares(function.__code__)
@@ -256,12 +256,12 @@ class Observer:
     def _look_at_class(self, kind: type) -> None:
         """Methods that Python looks up in a class are read where nobody sees it: all that stands there is noted."""
         for base in kind.__mro__:
-            self._namespaces.add_class(base)
+            self.namespaces.add_class(base)
             if not is_library(base):
                 self._reach(type(base), type(base), "")
                 for function in code_names.functions_of(base):
                     self._reach(function, function, "")
-        self._namespaces.add_inherited(kind)
+        self.namespaces.add_inherited(kind)
 
     def _look_at_module(self, seen: nn.Module, original: nn.Module, text: str) -> None:
         """One that is not registered in the model: what it is made of counts where it is read itself."""
@@ -279,7 +279,7 @@ class Observer:
 
     def _watch(self, seen: Any, original: Any, text: str) -> None:
         """Note what is read of an object from now on."""
-        self._namespaces.add_inherited(kind := type(seen))
+        self.namespaces.add_inherited(kind := type(seen))
         opaque = str(kind.__module__).partition(".")[0] in _OPAQUE or issubclass(kind, (np.ndarray, np.generic))
         if opaque or not is_changeable(kind):
             return
@@ -288,7 +288,7 @@ class Observer:
             self._look_at_class(kind)  # while it is as its author left it
         self._texts[id(original)] = text
         self.reads.note("type", original, "", type(original), f"the class of {text}")
-        if not self._classes.add(kind) or not _PAST.isdisjoint(self._namespaces.attributes):
+        if not self._classes.add(kind) or not _PAST.isdisjoint(self.namespaces.attributes):
             self._note_whole(seen, original)
 
     @functools.cached_property
