@@ -2,9 +2,10 @@
 
 An input is written into by an ``update`` op. Most are at the end of the forward pass, so that a pass that stops half-way leaves
 everything as it was; an operator whose result reaches the backward pass must not read the overwritten input again, and reads a
-copy of the first value. So does one from which a result with a gradient is computed that none is expected for: if it comes all
-the same, another program begins with what this one has kept. Batch normalisation in training mode needs none: what it returns
-for the backward pass does not depend on the running statistics.
+copy of the first value. So does one from which a result with a gradient is computed that none is expected for, where such
+copies take next to nothing: if it comes all the same, another program begins with what this one has kept; else it is refused.
+Batch normalisation in training mode needs none: what it returns for the backward pass does not depend on the running
+statistics.
 
 Copies of all weights are much where a forward pass moves an average of them, and computes with it (the momentum encoder of
 MoCo): such an input is written *at once* (``at_once``), and operators read the input itself after it.
