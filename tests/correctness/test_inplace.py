@@ -106,7 +106,7 @@ class _Indexed(nn.Module):
 
 
 def test_indexed_sums_are_made_in_place() -> None:
-    (outcome, _) = compare_training(lambda: WithLoss(_Indexed()), rows(), budgets=("100%", "50%"), planner="auto")
+    outcome, *_ = compare_training(lambda: WithLoss(_Indexed()), rows(), budgets=("100%", "50%"), planner="auto")
     (plan,) = lowtide.plans(outcome.model)
     writing = {step.op for step in plan.schedule.steps if isinstance(step, Compute) and step.into is not None}
     targets = {plan.graph.ops[op].target.split(".")[1] for op in writing}
@@ -252,7 +252,7 @@ class _Resized(nn.Module):
         h = torch.nn.functional.linear(self.body(x), kept * weight, self.last.bias)
         larger = h.new_ones(4).resize_(4, 8)
         larger[:, 4:] = 3
-        larger.view(-1)[4:].mul_(0).add_(2)
+        larger.view(-1)[4:].fill_(2).add_(1)
         smaller = x.new_ones(64)
         smaller.resize_(4, 8)[1, 2] = 9
         like = x.new_empty(0).resize_as_(h)

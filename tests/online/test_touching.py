@@ -267,6 +267,20 @@ def test_writes_through_an_array_are_kept() -> None:
     compare(setup, share=75)
 
 
+def test_what_is_printed_stays_while_it_is() -> None:
+    """Where what printing takes is more than there is room for, that is an error of the allocator, and no read of what went."""
+    base = torch.linspace(0, 1, 900)
+    expected = [str(base * factor) for factor in (1.5, 2.5)]
+    for budget_bytes in range(8 << 10, 40 << 10, 2 << 10):
+        with lowtide.online(budget_bytes, planning="never"):
+            try:
+                found = [str(base * factor) for factor in (1.5, 2.5)]
+            except RuntimeError:
+                continue
+            assert found == expected
+    assert found == expected
+
+
 def _launched(tensor: torch.Tensor, value: float) -> None:
     """A kernel that gets an address, and writes there."""
     memory = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())

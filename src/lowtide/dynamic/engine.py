@@ -299,7 +299,7 @@ class Engine:
     # --- from outside ----------------------------------------------------------------------------------------------
 
     def materialize(self, tensor: Tensor, access: Access) -> Callable[[], None] | None:
-        """Make sure that the tensor's bytes are there; from ``EXPORT`` on, for as long as it lives.
+        """Make sure that the tensor's bytes are there: with ``READ`` until what is returned is called, else while it lives.
 
         Who ``WRITE``s them unseen gives them contents that are not computed again; what was computed from them stays. With
         ``SHARE`` that holds for what is computed later, too, until what is returned is called.
@@ -308,7 +308,7 @@ class Engine:
         if node.evicted:
             self.rebuilder.rebuild([node])
         if access is Access.READ:
-            return None
+            return node.held()
         node.pinned = True
         if access is not Access.EXPORT:
             self._preserve_dependents(node)

@@ -90,6 +90,14 @@ class Node(Entry):
         """One of those that could write to it is gone."""
         self.writers -= 1
 
+    def held(self) -> Callable[[], None]:
+        """It stays until what is returned is called."""
+        self.locks += 1
+        return self._end_hold
+
+    def _end_hold(self) -> None:
+        self.locks -= 1
+
     def alive(self) -> bool:
         """Whether the program holds a tensor of this version, and not only the engine."""
         if self.handle is None or self.handle() is None:

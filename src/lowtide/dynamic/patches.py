@@ -125,7 +125,11 @@ class Patches:
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             with self._alone() if self._active and access is Access.READ else contextlib.nullcontext():
                 ended = materialize(tensor, access) if self._active else None
-                result = original(tensor, *args, **kwargs)
+                try:
+                    result = original(tensor, *args, **kwargs)
+                finally:
+                    if ended is not None and access is Access.READ:
+                        ended()
             if ended is not None and isinstance(result, np.ndarray):  # its views hold it
                 weakref.finalize(result, ended).atexit = False
             return result
