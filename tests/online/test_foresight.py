@@ -194,8 +194,9 @@ def _read_in_turn(length: int = 200, reads: int = 300) -> list[torch.Tensor]:
 def test_a_program_that_hardly_goes_on_exceeds_its_budget(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only where it may: computing again takes no more than many times what the program's own operators take, and memory no
-    more than without a budget."""
+    """Only where it may: it computes again less often then, and memory is no more than without a budget."""
+    ticks = itertools.count(0, 1000)  # what a step takes is how often it looked at the clock
+    monkeypatch.setattr(statistics, "now_ns", lambda: next(ticks))
     monkeypatch.setattr(statistics, "_GRACE_NS", 0)
     monkeypatch.setattr(statistics, "_MOST_AGAIN", 4)
     expected, found = _read_in_turn(), {}
@@ -208,9 +209,8 @@ def test_a_program_that_hardly_goes_on_exceeds_its_budget(
             ran[may_exceed] = replace(session.statistics)
         assert all(map(torch.equal, expected, found[may_exceed]))
     assert ran[False].peak_bytes <= ran[False].budget_bytes
-    assert ran[False].rematerialize_ns > 6 * ran[False].operator_ns
     assert ran[True].budget_bytes < ran[True].peak_bytes < 205 * 4096  # its chain, and what an operator has beside it
-    assert ran[True].rematerialize_ns < 5 * ran[True].operator_ns
+    assert 2 * ran[True].rematerializations < ran[False].rematerializations
     assert caplog.text.count("goes on above its budget: most of the time went into computing again") == 1
 
 
