@@ -61,6 +61,7 @@ SEEN: dict[str, Use] = {
     "not read": lambda m, h, given: (torch.from_numpy(m.array)[2].copy_(h.detach().sum()), h)[1],
     "an argument": lambda m, h, given: h * _grown(torch.from_numpy(given)),
     "a buffer over it": lambda m, h, given: h * _grown(m.shown) * float(m.array[0]),
+    "a buffer of a type that NumPy lacks": lambda m, h, given: h * _grown(m.coarse).float() * (1 + int(m.raw[0])),
     "two over one": lambda m, h, given: _two_over_one(h),
     "of a constant": lambda m, h, given: h * _sum_of(m.constant.numpy()) * m.constant,
     "in the backward pass": lambda m, h, given: _Twice.apply(h, m.array),
@@ -76,6 +77,7 @@ APART: dict[str, Use] = {
 
 class _Model(nn.Module):
     shown: torch.Tensor
+    coarse: torch.Tensor
 
     def __init__(self, use: Use) -> None:
         super().__init__()
@@ -85,18 +87,21 @@ class _Model(nn.Module):
         self.nested = {"a": [np.ones(8, dtype=np.float32)]}
         self.constant = torch.ones(8)
         self.register_buffer("shown", torch.from_numpy(self.array))
+        self.raw = np.zeros(8, dtype=np.uint16)
+        self.register_buffer("coarse", torch.frombuffer(self.raw, dtype=torch.bfloat16))
 
     def forward(self, x: torch.Tensor, given: np.ndarray) -> torch.Tensor:
         return self.use(self, self.layers(x).tanh(), given).square().sum()
 
     @property
     def held(self) -> list[np.ndarray]:
-        return [self.array, *self.nested["a"], self.constant.numpy()]
+        return [self.array, *self.nested["a"], self.constant.numpy(), self.raw]
 
 
 def _copied(model: _Model) -> _Model:
     other = copy.deepcopy(model)
     other.shown = torch.from_numpy(other.array)
+    other.coarse = torch.frombuffer(other.raw, dtype=torch.bfloat16)
     return other
 
 

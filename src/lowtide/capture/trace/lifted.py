@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import CaptureError
 from lowtide.objects.walk import CONTAINERS, reachable
+from lowtide.program.layouts import stretch_of
 
 LIFT = torch.ops.aten.lift_fresh.default
 
@@ -52,8 +53,10 @@ def refuse_array_writes(
     def refuse() -> None:
         pairs = [*((one, own) for one in lifted), *((one, read) for one in shown)]
         written = [pair for pair in pairs if _is_written(pair[0].functional)]
+        if not written:
+            return
         with _disable_current_modes():
-            views = {id(one): one.real.detach().numpy() for one in (*lifted, *(one for one, _ in written))}
+            views = {id(one): _bytes_of(one.real) for one in (*lifted, *(one for one, _ in written))}
         for one, arrays in written:
             others = [views[id(other)] for other in lifted if other is not one]  # two tensors over one memory
             _refuse(any(np.may_share_memory(views[id(one)], array) for array in (*arrays, *others)))
@@ -70,6 +73,11 @@ def refuse_changed_arrays(arrays: Iterable[tuple[np.ndarray, np.ndarray]]) -> No
 def _arrays(some: Iterable[Any]) -> list[np.ndarray]:
     found = reachable(some, lambda one: isinstance(one, CONTAINERS))
     return [one for one in found if isinstance(one, np.ndarray)]
+
+
+def _bytes_of(real: torch.Tensor) -> np.ndarray:
+    """Those that it spans: NumPy does not know all types of PyTorch's."""
+    return stretch_of(real.detach()).view(torch.uint8).numpy()
 
 
 def _is_written(functional: FunctionalTensor) -> bool:

@@ -33,7 +33,7 @@ _KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` w
 
 def real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Strides | None:
     """The strides of each tensor that ``func`` returns, ``None`` for what is no tensor; ``None`` where the fake ones hold."""
-    if func in _PRODUCTS | _REFUSING or not (_computes(func) or _views(func)):
+    if func in _PRODUCTS or func in _REFUSING or not (_computes(func) or _views(func)):
         return None
     tensors = list(tensors_among((*args, *kwargs.values())))
     if all(_is_plain(tensor) for tensor in tensors) or not all(_can_stand_in(tensor) for tensor in tensors):
