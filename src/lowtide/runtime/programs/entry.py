@@ -284,9 +284,7 @@ class Siblings:
         member = Member(entry.program, plan.costs)
         saved = member.footprint(plan.schedule).saved_bytes if waits else 0
         for schedule in self.schedules:
-            if (
-                schedule.moves and plan.costs.second_memory is None
-            ):  # of a part that has room for all, and moves nothing
+            if schedule.moves and plan.costs.second_memory is None:  # a part that has room for all moves nothing
                 continue
             run = simulate(plan.graph, plan.costs, schedule)
             if run.peak_bytes > plan.budget_bytes or run.time_ns >= (1 - _GAIN) * plan.time_ns:
