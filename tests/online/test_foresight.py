@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -185,20 +186,27 @@ def test_a_plan_that_takes_far_longer_is_left_at_once(monkeypatch: pytest.Monkey
 
 def _read_in_turn(length: int = 200, reads: int = 300) -> list[torch.Tensor]:
     """Of a chain of tensors, some in every which place, each of which is computed from all before."""
-    tensors = [torch.linspace(0, 1, 1024)]
-    for _ in range(length):
-        tensors.append(torch.sin(tensors[-1]) * 1.5)
+    tensors = _chain(length)
     return [tensors[(number * 83) % length].sum() for number in range(reads)]
 
 
+def _chain(length: int) -> list[torch.Tensor]:
+    tensors = [torch.linspace(0, 1, 1024)]
+    for _ in range(length):
+        tensors.append(torch.sin(tensors[-1]) * 1.5)
+    return tensors
+
+
+@pytest.mark.parametrize("before_bytes", [0, 16 * 2**20])
 def test_a_program_that_hardly_goes_on_exceeds_its_budget(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    before_bytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only where it may: it computes again less often then, and memory is no more than without a budget."""
     ticks = itertools.count(0, 1000)  # what a step takes is how often it looked at the clock
     monkeypatch.setattr(statistics, "now_ns", lambda: next(ticks))
     monkeypatch.setattr(statistics, "_GRACE_NS", 0)
     monkeypatch.setattr(statistics, "_MOST_AGAIN", 4)
+    before = torch.ones(before_bytes, dtype=torch.uint8)  # as parameters are: no part of the budget
     expected, found = _read_in_turn(), {}
     ran = {}
     for may_exceed in (False, True):
@@ -212,6 +220,31 @@ def test_a_program_that_hardly_goes_on_exceeds_its_budget(
     assert ran[True].budget_bytes < ran[True].peak_bytes < 205 * 4096  # its chain, and what an operator has beside it
     assert 2 * ran[True].rematerializations < ran[False].rematerializations
     assert caplog.text.count("goes on above its budget: most of the time went into computing again") == 1
+    del before
+
+
+def test_what_is_idle_goes_although_another_thread_took_memory_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the budget, what was only computed again on the way is let go at the level that is left, not at the highest."""
+    monkeypatch.setattr(statistics, "_GRACE_NS", 0)
+    monkeypatch.setattr(statistics, "_MOST_AGAIN", 4)
+    evictions = []
+    for others_bytes in (0, 500 * 4096):
+        ticks = itertools.count(0, 1000)
+        monkeypatch.setattr(statistics, "now_ns", ticks.__next__)
+        session = lowtide.online(10 * 4096, planning="never")
+        session.settings = replace(session.settings, may_exceed=True)
+        with session, ThreadPoolExecutor(1) as other:
+            chain, held = _chain(200), []  # type: tuple[list[torch.Tensor], list[torch.Tensor]]
+            for number in range(200):
+                if number == 20:  # above the budget
+                    other.submit(held.append, torch.empty(0)).result()
+                    other.submit(held[0].resize_, others_bytes // 4).result()
+                if number == 22:
+                    other.submit(held[0].set_).result()
+                chain[(number * 83) % 200].sum()
+            evictions.append(session.statistics.evictions)
+        del chain
+    assert evictions[1] >= evictions[0] - 3  # what may have stayed meanwhile
 
 
 def test_one_context_around_the_whole_loop() -> None:

@@ -13,7 +13,7 @@ from lowtide.dynamic import statistics
 from lowtide.dynamic.node import Node
 from lowtide.memory.allocators import Meter
 
-_PARTS = 16  # of the limit; by one of them the level rises until idle storages are looked for again
+_PARTS = 16  # of the budget; by one of them the level rises until idle storages are looked for again
 
 
 class Rebuilt(Protocol):
@@ -21,25 +21,29 @@ class Rebuilt(Protocol):
 
     intermediates: dict[Node, None]
     meter: Meter
-    limit_bytes: int | None
 
     def evict_counted(self, node: Node, began_ns: int) -> None: ...
 
 
 class Idle:
-    """Finds such storages now and then, not for each allocation."""
+    """Finds such storages now and then, not for each allocation. ``budget_bytes``: above what was there before."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget_bytes: int) -> None:
+        self._step_bytes = budget_bytes // _PARTS
         self._from_bytes = 0
 
     def evict(self, memory: Rebuilt) -> bool:
         """Empty them; whether there were any."""
-        if memory.meter.level_bytes < self._from_bytes:
+        level_bytes = memory.meter.level_bytes
+        if level_bytes < self._from_bytes:
+            self._from_bytes = min(
+                self._from_bytes, level_bytes + self._step_bytes
+            )  # other threads may have let go of much
             return False
         idle = [
             node for node in memory.intermediates if not node.locks and all(child.resident for child in node.children)
         ]
         for node in idle:
             memory.evict_counted(node, statistics.now_ns())
-        self._from_bytes = memory.meter.level_bytes + (memory.limit_bytes or 0) // _PARTS
+        self._from_bytes = memory.meter.level_bytes + self._step_bytes
         return bool(idle)

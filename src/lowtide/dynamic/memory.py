@@ -42,11 +42,11 @@ class Memory:
     but the log says so); ``interruption``: what was raised while room was made for one, where C++ cannot carry it.
     """
 
-    def __init__(self, pool: Pool, meter: Meter, policy: str, recorder: Recorder | None, may_exceed: bool) -> None:
-        self.pool = pool
-        self.meter = meter
-        self.banish = policy == "banish"
-        self.ignore = policy == "ignore"
+    def __init__(
+        self, pool: Pool, meter: Meter, policy: str, recorder: Recorder | None, idle: Idle, may_exceed: bool
+    ) -> None:
+        self.pool, self.meter = pool, meter
+        self.banish, self.ignore = policy == "banish", policy == "ignore"
         self.recorder = recorder
         self.may_exceed, self._said, self._looking_ns = may_exceed, False, 0
         self.on_release: Callable[[Node], None] | None = None
@@ -56,7 +56,7 @@ class Memory:
         self.interruption: BaseException | None = None
         self.lock = threading.RLock()
         self._is_plain = functools.cache(lambda device: device.type in plain_types())  # to ask a device takes 0.5 us
-        self.counters, self.idle = statistics.OnlineStatistics(), Idle()
+        self.counters, self.idle = statistics.OnlineStatistics(), idle
         self.nodes: dict[int, Node] = {}  # by the address of the storage that the program holds
         self.dead: list[Handle] = []  # handles of storages that are gone, not yet looked at
         self.locked: list[tuple[Node, ...]] = []  # what each operator under way needs, the innermost last

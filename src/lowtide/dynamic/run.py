@@ -22,6 +22,7 @@ from lowtide.dynamic.engine import Engine
 from lowtide.dynamic.executor import executor_for
 from lowtide.dynamic.failures import RebuildError, Refusal
 from lowtide.dynamic.foresight import Foresight
+from lowtide.dynamic.idle import Idle
 from lowtide.dynamic.memory import Memory
 from lowtide.dynamic.node import AccumulateGrad, Origin, current_node, origin_of
 from lowtide.dynamic.online_settings import OnlineSettings
@@ -98,7 +99,7 @@ class OnlineRun:
         sample, budget_bytes = settings.sample, settings.budget_bytes
         pool = Pool(heuristic=settings.heuristic, sample=sample, skip_small=sample, seed=settings.seed)
         recorder = None if settings.record is None else Recorder(settings.record, self.device.type, budget_bytes)
-        self.memory = Memory(pool, meter, settings.policy, recorder, settings.may_exceed)
+        self.memory = Memory(pool, meter, settings.policy, recorder, Idle(budget_bytes), settings.may_exceed)
         self.executor = executor_for(self.memory, self.device, settings.observed)
         self.engine = Engine(
             self.memory,
