@@ -156,9 +156,12 @@ def refuse_reshaped(given: torch.Tensor, before: torch.Tensor) -> None:
 
 def refuse_shared(given: Sequence[torch.Tensor], written: Sequence[int]) -> None:
     """Raises ``CaptureError`` where one of the tensors that are ``written`` into, by number, overlaps with another."""
+    sharing: dict[int, list[torch.Tensor]] = {}
+    for each in given:
+        sharing.setdefault(memory_of(each), []).append(each)
     for number in written:
         one = given[number]
-        others = [other for other in given if other is not one and memory_of(other) == memory_of(one)]
+        others = [other for other in sharing[memory_of(one)] if other is not one]
         symbolic = any(tensor._has_symbolic_sizes_strides for tensor in (one, *others))
         if any(compute_overlapping_tensors([one, other], symbolic=symbolic) for other in others):
             raise CaptureError(
