@@ -24,6 +24,7 @@ struct Ragged {
 
 struct Graph {
     Index nodes;  // one more row, for the end of the program, stands behind them
+    Index boundary;
     Number rng_state_bytes;
     Numbers time_ns;
     Numbers workspace_bytes;
@@ -42,6 +43,7 @@ struct Graph {
     Numbers storage_bytes;
     Indices storage_node;
     Ragged uses;     // storage -> nodes
+    Flags handed;
     Flags held;
     Flags overwritten;
 

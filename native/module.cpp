@@ -57,6 +57,11 @@ void bind_search(nb::module_& module) {
                             const Random& random) {
         return as_tuple(unlocked([&] { return anneal(graph, classes, first, settings, random); }));
     });
+    module.def("memory_path", [](const Graph& graph, const PathQuestion& question) -> nb::object {
+        std::optional<MemoryPath> path = unlocked([&] { return memory_path(graph, question); });
+        if (!path) return nb::none();
+        return nb::make_tuple(path->found, array_of(std::move(path->nodes)), path->recompute_ns);
+    });
     module.def("best_splits", [](Numbers times, Index slots) {
         const std::size_t side = times.size() + 1, depth = static_cast<std::size_t>(slots) + 1;
         return array_of(unlocked([&] { return best_splits(times, slots); }), {side, side, depth});

@@ -19,6 +19,7 @@
 #include "chain.hpp"
 #include "counter.hpp"
 #include "graph.hpp"
+#include "memory_paths.hpp"
 #include "steps.hpp"
 
 namespace lowtide {
@@ -69,6 +70,7 @@ inline Ragged ragged(nb::handle table, const char* start, const char* entries) {
 inline void read(nb::handle table, Graph& graph) {
     graph = {
         .nodes = number<Index>(table, "nodes"),
+        .boundary = number<Index>(table, "boundary"),
         .rng_state_bytes = number<Number>(table, "rng_state_bytes"),
         .time_ns = column<Number>(table, "time_ns"),
         .workspace_bytes = column<Number>(table, "workspace_bytes"),
@@ -87,6 +89,7 @@ inline void read(nb::handle table, Graph& graph) {
         .storage_bytes = column<Number>(table, "storage_bytes"),
         .storage_node = column<Index>(table, "storage_node"),
         .uses = ragged(table, "uses_start", "uses"),
+        .handed = column<bool>(table, "handed"),
         .held = column<bool>(table, "held"),
         .overwritten = column<bool>(table, "overwritten"),
     };
@@ -162,6 +165,19 @@ inline void read(nb::handle table, AnnealSettings& settings) {
         .target_bytes = number<Number>(table, "target_bytes"),
         .target_ns = number<Number>(table, "target_ns"),
         .rate = number<double>(table, "rate"),
+    };
+}
+
+inline void read(nb::handle table, PathQuestion& question) {
+    question = {
+        .room = number<Number>(table, "room"),
+        .below_ns = number<Number>(table, "below_ns"),
+        .any_path = number<bool>(table, "any_path"),
+        .states = number<Number>(table, "states"),
+        .edges = number<Number>(table, "edges"),
+        .comparisons = number<Number>(table, "comparisons"),
+        .node_until = column<Index>(table, "node_until"),
+        .storage_until = column<Index>(table, "storage_until"),
     };
 }
 

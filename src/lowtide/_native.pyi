@@ -14,6 +14,7 @@ from lowtide.solve.model.compact import CompactGraph
 from lowtide.solve.moving.chain_table import ChainCosts
 from lowtide.solve.moving.steps import Program, Steps
 from lowtide.solve.search.anneal import AnnealSettings
+from lowtide.solve.search.memory_paths import PathQuestion
 
 _Indices = npt.NDArray[np.int32]
 _Numbers = npt.NDArray[np.int64]
@@ -34,6 +35,9 @@ def greedy_sequence(model: CompactGraph, budget: int, most_steps: int) -> _Indic
 def anneal(
     model: CompactGraph, classes: Classes, first: _Indices, settings: AnnealSettings, random: Random
 ) -> _Candidate: ...
+def memory_path(model: CompactGraph, question: PathQuestion) -> tuple[bool, _Indices, int] | None:
+    """Whether there is one, its nodes and the time of recomputes; ``None`` where a limit was met."""
+
 def best_splits(times: _Numbers, slots: int) -> _Indices: ...
 
 class Profile:

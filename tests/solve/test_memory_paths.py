@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.ir import keep_all_schedule, schedule_from_sequence, simulate
+from lowtide.ir import Costs, Graph, keep_all_schedule, schedule_from_sequence, simulate
+from lowtide.ir.serial import dag_from_json
+from lowtide.solve import Problem, Status, minimum_peak, solve
 from lowtide.solve.model.compact import compact, released_model
-from lowtide.solve.search.memory_paths import cheapest_path
+from lowtide.solve.search.memory_paths import Path, cheapest_path
 from tests.solve.brute_force import brute_force
 from tests.solve.small_graphs import chain, small_graph
 
@@ -45,3 +47,43 @@ def test_equals_brute_force_on_eight_operators() -> None:
 def test_gives_up_where_there_are_too_many_states() -> None:
     graph, costs = chain(12)
     assert cheapest_path(compact(graph, costs), 28, states=20) is None
+
+
+Form = list[tuple[int, int, int, list[int]]]  # (time_ns, bytes, workspace_bytes, inputs) by op
+
+
+def dag(form: Form, outputs: list[int], fixed_bytes: int = 0) -> tuple[Graph, Costs]:
+    ops = [
+        {"name": f"op{op}", "time_ns": time_ns, "bytes": size, "workspace_bytes": workspace, "inputs": inputs}
+        for op, (time_ns, size, workspace, inputs) in enumerate(form)
+    ]
+    data = {"format": "lowtide-dag/1", "fixed_bytes": fixed_bytes, "forward_ops": len(ops), "outputs": outputs}
+    return dag_from_json(data | {"ops": ops})
+
+
+def test_eleven_operators_at_the_least_budget() -> None:
+    form: Form = [(9, 4096, 8192, []), (9, 4, 8192, [0]), (7, 2048, 0, [1]), (7, 32, 8192, [2]), (8, 1, 0, [3])]
+    form += [(9, 512, 8192, [2, 4]), (8, 256, 0, [2, 5]), (7, 2048, 0, [2, 6]), (7, 64, 0, [2, 7]), (9, 4, 0, [2, 8])]
+    graph, costs = dag([*form, (7, 1024, 8192, [2, 9])], [0, 3, 4, 5, 7, 8, 10])
+    assert solve(Problem(graph, costs, 13859)).status is Status.INFEASIBLE
+    for budget, time_ns in ((13860, 133), (13861, 125)):  # from all masks of what is live
+        solution = solve(Problem(graph, costs, budget))
+        assert (solution.status, solution.time_ns) == (Status.OPTIMAL, time_ns)
+    assert minimum_peak(graph, costs)[0] == 13860
+
+
+def test_thirteen_operators_a_byte_above_the_least() -> None:
+    form: Form = [(0, 2, 0, []), (41, 2, 6, [0]), (0, 3, 0, []), (28, 3, 0, [2]), (37, 2, 0, [3]), (28, 2, 6, [1, 2])]
+    form += [(9, 2, 6, []), (32, 1, 0, []), (14, 2, 6, [1, 2, 7]), (0, 3, 0, [6]), (0, 1, 6, [4, 9]), (0, 2, 0, [0, 4])]
+    graph, costs = dag([*form, (17, 3, 0, [9, 10])], [1, 3, 4, 5, 6, 7, 8, 11, 12], fixed_bytes=7)
+    solution = solve(Problem(graph, costs, 27))
+    assert (solution.status, solution.time_ns) == (Status.OPTIMAL, 266)
+
+
+def test_too_many_states_prove_nothing_wrong() -> None:
+    graph, costs = chain(200)
+    model = compact(graph, costs)
+    assert cheapest_path(model, 0) == Path(False)  # what takes more by itself is seen at once
+    assert cheapest_path(model, 40, any_path=True, states=2) is None
+    path = cheapest_path(model, 100_000)
+    assert path is not None and path.found and path.time_ns == model.least_ns

@@ -1,9 +1,10 @@
 """``auto``, the default: a portfolio of searches over compute sequences (``docs/planners/auto.md`` has its stages and why).
 
 Order-preserving schedules with recomputation anywhere, the forward pass included. Exact (a shortest path over memory
-states) for graphs of up to about nine nodes and whenever recomputing nothing fits; a heuristic otherwise, with a lower
-bound that holds for every schedule. Starting points, a bound, annealing and recombination are in ``portfolio_search``; with
-a second memory the same searches on graphs in which fetching is an operator are in ``moving.search``.
+states) for graphs of up to about twenty nodes, most of up to sixty and whenever recomputing nothing fits; a heuristic
+otherwise, with a lower bound that holds for every schedule. Starting points, a bound, annealing and recombination are in
+``portfolio_search``; with a second memory the same searches on graphs in which fetching is an operator are in
+``moving.search``.
 
 ``effort`` (1 to 5) sets the number of iterations, fixed by the size of the graph, never by the clock: same problem, same
 seed, same schedule. With 0 the quickest starting point is the answer: a plan at once, for a start. Every effort meets the
@@ -17,11 +18,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowtide.solve.minimum import outputs_in_the_way, smallest_exactly
+from lowtide.solve.bounds import prove_time
+from lowtide.solve.minimum import minimum_peak, outputs_in_the_way, smallest_exactly
 from lowtide.solve.moving.bound import bounded
 from lowtide.solve.moving.search import moving_schedule
 from lowtide.solve.options import Options, between
-from lowtide.solve.outcome import answer, least_time_ns
+from lowtide.solve.outcome import answer, bounded_by, least_time_ns
 from lowtide.solve.portfolio_search import EFFORTS, search_sequences
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.search.memory_paths import affordable, shortest
@@ -79,7 +81,8 @@ class Auto(Options):
 
 
 def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
-    """``None`` where the graph is too large, or the model's bytes are only a bound and nothing was found in it."""
+    """``None`` where the graph is too large, or has too many states, or the model's bytes are only a bound and nothing was
+    found in it."""
     model = portfolio.exact
     optimum = shortest(model, problem.budget_bytes) if affordable(model) else None
     if optimum is None:
@@ -87,10 +90,21 @@ def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
     exact = portfolio.floor.bounding
     if optimum.found:
         found = Status.OPTIMAL if exact else Status.FEASIBLE
-        return answer("auto", problem, [portfolio.schedule_of(optimum.nodes)], found=found)
+        solution = answer("auto", problem, [portfolio.schedule_of(optimum.nodes)], found=found)
+        return solution if exact or not solution.status.solved else _bounded(problem, portfolio, solution)
     lowest = smallest_exactly(portfolio)
+    if lowest is None and exact:
+        _, lowest = minimum_peak(problem.graph, problem.costs, problem.seed)
     if lowest is None:
         return None
     solution = answer("auto", problem, [lowest])
     proven = exact and solution.status is Status.UNSOLVED
     return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
+
+
+def _bounded(problem: Problem, portfolio: Portfolio, solution: Solution) -> Solution:
+    """With the time of the quickest path of the model on which bounds hold, or a bound on that."""
+    below = shortest(portfolio.floor, problem.budget_bytes)
+    if below is not None and below.found:
+        return bounded_by(solution, below.time_ns)
+    return bounded_by(solution, prove_time(portfolio.floor, problem.budget_bytes, known_ns=solution.time_ns).ns)
