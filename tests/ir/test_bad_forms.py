@@ -145,3 +145,12 @@ def test_text_of_a_small_graph() -> None:
     graph, costs = parse_graph(_TEXT)
     assert costs is not None
     assert format_graph(graph, costs) == _TEXT
+
+
+@pytest.mark.parametrize("producer", [True, 1.0])
+def test_a_producer_that_only_equals_a_number(producer: Any) -> None:
+    data = graph_to_json(*random_graph(10, 8))
+    value = next(value for value in data["values"] if value["producer"] == 1)
+    value["producer"] = producer
+    with pytest.raises(PlanError, match="is not the number of an op"):
+        graph_from_json(data)

@@ -216,7 +216,10 @@ def _graph(data: dict[str, Any], ops: list[dict[str, Any]], values: list[dict[st
 def _value(value: dict[str, Any], position: int) -> Value:
     name, dtype = (text(value[key], f"{key} of value {position}") for key in ("name", "dtype"))
     shape = tuple(count(size, f"shape of value {name}") for size in value["shape"])
-    return Value(position, name, value["storage"], value["producer"], dtype, shape)
+    producer = value["producer"]
+    if producer is not None and type(producer) is not int:
+        raise PlanError(f"producer of value {name}: {shown(producer)} is not the number of an op.")
+    return Value(position, name, value["storage"], producer, dtype, shape)
 
 
 def _op(op: dict[str, Any], position: int, forward_ops: int) -> Op:
