@@ -63,9 +63,17 @@ def test_a_negative_share_is_no_number_of_bytes() -> None:
         parse_budget("-40%", PEAK, what="offload_budget")
 
 
-def test_a_fraction_is_no_percentage() -> None:
+@pytest.mark.parametrize("budget", [0.4, "0.4", np.float32(0.4)])
+def test_a_fraction_is_no_percentage(budget: Any) -> None:
     with pytest.raises(PlanError, match=r'for that part of the peak write "40%"'):
-        parse_budget(0.4, PEAK)  # type: ignore[arg-type]
+        parse_budget(budget, PEAK)
+
+
+@pytest.mark.parametrize("budget", [0.4, "0.4", -1, "12 apples", None, 10**30])
+def test_no_percentage_is_advised_where_none_is_taken(budget: Any) -> None:
+    with pytest.raises(PlanError, match='"700 MB"') as refused:
+        parse_budget(budget, None)
+    assert "%" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

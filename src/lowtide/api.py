@@ -97,7 +97,7 @@ def rematerialize(
     settings = Settings(*given, *more, chunked_loss, in_flight=in_flight)
     if keep_gradients and optimizer is None:
         raise PlanError("keep_gradients=True is said of an optimizer's; give optimizer=, too.")
-    model.forward = _prepared(model, settings, optimizer, keep_gradients, args, kwargs or {})
+    model.forward = _prepared(model, settings, optimizer, keep_gradients, args, kwargs)
     return model
 
 
@@ -133,7 +133,7 @@ def _prepared(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     keep_gradients: bool,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, Any] | None,
 ) -> Rematerialized:
     """The planned forward of ``model``, with a plan for the sample call, if there is one."""
     if optimizer is not None and settings.arena:
@@ -152,9 +152,11 @@ def _prepared(
         runtime.optimizer = of_model(
             optimizer, model, settings.offload, moves_states=moves_states, keeps=keep_gradients
         )
-    if kwargs or not (isinstance(args, Sequence) and len(args) == 0):
+    given = {} if kwargs is None else kwargs
+    empty = isinstance(args, Sequence) and len(args) == 0 and isinstance(given, Mapping) and len(given) == 0
+    if not empty:
         try:
-            runtime.prepare(args, kwargs)
+            runtime.prepare(args, given)
         except BaseException:
             runtime.end()
             raise
@@ -273,7 +275,7 @@ def plan(
     with told(type(model).__name__, on_progress) as tell:
         with torch.enable_grad():
             terms_from = len(model_state(model).tensors)  # as ``rematerialize`` has it
-            args, kwargs = hooked(model, args, kwargs or {})
+            args, kwargs = hooked(model, args, {} if kwargs is None else kwargs)
             program = pipeline.captured_program(model, args, kwargs, settings, terms_from=terms_from).program
 
         def planned(settings: Settings) -> Plan:

@@ -18,16 +18,23 @@ _UNITS = {
 _PATTERN = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 _LIMIT = 1 << 62  # sums of it fit into 64 bits
 _IN_BYTES = 'give bytes as an int, or a string with a unit such as "8GiB" or "700 MB"'
-_EXAMPLES = 'give bytes as an int, a string with a unit such as "8GiB" or "700 MB", or a percentage such as "40%"'
+_IN_BYTES_OR_PERCENT = (
+    'give bytes as an int, a string with a unit such as "8GiB" or "700 MB", or a percentage such as "40%"'
+)
 
 
-def parse_budget(budget: int | str, unconstrained_peak_bytes: int | None, *, what: str = "budget") -> int:
+def parse_budget(
+    budget: int | str, unconstrained_peak_bytes: int | None, *, what: str = "budget", least: int = 1
+) -> int:
     """``budget`` in bytes, rounded down; a percentage is of ``unconstrained_peak_bytes``, and a byte at least.
 
-    Raises ``PlanError``, naming ``what``, for anything that is not a positive amount, and for a percentage of ``None``.
+    Raises ``PlanError``, naming ``what``, for anything that is no amount of ``least`` (0 or 1) or more, and for a percentage of
+    ``None``.
     """
     named = f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
-    refused = PlanError(f"{budget!r} is not {named}; {_EXAMPLES}.")
+    examples = _IN_BYTES if unconstrained_peak_bytes is None else _IN_BYTES_OR_PERCENT
+    refused = PlanError(f"{budget!r} is not {named}; {examples}.")
+    share: float | Fraction = 0
     if isinstance(budget, str):
         match = _PATTERN.fullmatch(budget)
         unit = match[2].lower() if match else ""
@@ -36,22 +43,30 @@ def parse_budget(budget: int | str, unconstrained_peak_bytes: int | None, *, wha
         if unit == "%" and unconstrained_peak_bytes is None:
             raise PlanError(f"{named} is no share of anything, as {budget!r} would be; {_IN_BYTES}.")
         scale = Fraction(unconstrained_peak_bytes or 0, 100) if unit == "%" else _UNITS[unit]
-        share = Fraction(match[1])
-        amount = int(share * scale)  # exact: 100% is the peak to the byte
+        number = Fraction(match[1])
+        amount = int(number * scale)  # exact: 100% is the peak to the byte
         if unit == "%":  # one byte at least, of what takes nothing: a program that only makes views
-            amount = max(amount, 1) if share > 0 else 0
+            amount = max(amount, 1) if number > 0 else 0
+        share = number if unit == "" else 0
     elif not (_is_real(budget) and math.isfinite(budget)):
         raise refused
     else:
-        amount = int(budget)
+        amount, share = int(budget), budget
     if amount >= _LIMIT:
-        raise PlanError(f"{named} of {budget!r} is more than any device has; {_EXAMPLES}.")
-    if amount < 1:
-        fraction = isinstance(budget, float) and 0 < budget < 1
-        meant = f' (for that part of the peak write "{100 * float(budget):g}%")' if fraction else ""
+        raise PlanError(f"{named} of {budget!r} is more than any device has; {examples}.")
+    fraction = 0 < share < 1
+    if amount < least or fraction:
+        has_peak = fraction and unconstrained_peak_bytes is not None
+        meant = f' (for that part of the peak write "{100 * float(share):g}%")' if has_peak else ""
         bytes_of = "" if is_percentage(budget) else f"{amount} bytes, which is "
-        raise PlanError(f"{named} of {budget!r} is {bytes_of}not positive{meant}; {_EXAMPLES}.")
+        wrong = "not positive" if least or fraction else "negative"
+        raise PlanError(f"{named} of {budget!r} is {bytes_of}{wrong}{meant}; {examples}.")
     return amount
+
+
+def parse_reserve(reserve: int | str, peak_bytes: int | None) -> int:
+    """What is to be left free, in bytes: 0 or more. Raises ``PlanError``."""
+    return parse_budget(reserve, peak_bytes, what="reserve", least=0)
 
 
 def parse_bandwidth(text: str) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
-from lowtide.budget import is_percentage, parse_budget
+from lowtide.budget import is_percentage, parse_budget, parse_reserve
 from lowtide.errors import PlanError
 from lowtide.ir.costs import check_second_memory
 from lowtide.solve import check_seed, get_planner
@@ -62,7 +63,7 @@ class Settings:
                 raise PlanError(f"{name}={given!r} is unknown; use {', '.join(others)} or {last}.")
         for name in ("max_programs", "in_flight"):
             given = getattr(self, name)
-            if not isinstance(given, int) or given < 1:
+            if isinstance(given, bool) or not isinstance(given, numbers.Integral) or given < 1:
                 raise PlanError(f"{name}={given!r} must be an integer of 1 or more.")
         if self.on_capture_error == "online" and (self.budget is None or is_percentage(self.budget)):
             raise PlanError(
@@ -78,8 +79,7 @@ class Settings:
         if self.in_flight > 1:
             self._check_in_flight()
         parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call
-        if self.reserve != 0:
-            parse_budget(self.reserve, 1 << 40, what="reserve")
+        parse_reserve(self.reserve, 1 << 40)
         get_planner(self.planner)
         check_seed(self.seed)
 

@@ -174,6 +174,7 @@ def _raising(batch: int) -> Any:
     [
         (_sample, {}, "either budget= .* or total_budget="),
         (_sample, {"budget": "40%"}, "would grow with the batch"),
+        (_sample, {"budget": 0.4}, r"is not positive; give bytes as an int, or a string with a unit[^%]*$"),
         (_sample, {"budget": "1MiB", "max_overhead": -0.1}, "a fraction"),
         (_sample, {"budget": "1MiB", "max_overhead": "33%"}, "a fraction"),
         (_sample, {"budget": "1MiB", "limit": 0}, "at least one sample"),

@@ -71,3 +71,10 @@ def test_models_with_compiled_modules_run_in_parts(caplog: pytest.LogCaptureFixt
 def test_a_model_that_is_compiled_as_a_whole(verb: Any) -> None:
     with pytest.raises(lowtide.PlanError, match=r"takes the module that a RecursiveScriptModule was compiled from"):
         verb(torch.jit.script(nn.Linear(8, 8)), (torch.randn(3, 8),), budget="100%")
+
+
+@pytest.mark.parametrize("verb", [lowtide.rematerialize, lowtide.plan])
+def test_what_torch_compile_returned(verb: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    with pytest.raises(lowtide.PlanError, match=r"takes the model that torch.compile was given, .* _orig_mod"):
+        verb(torch.compile(model, backend="eager"), (torch.randn(3, 8),), budget="100%")

@@ -43,6 +43,26 @@ def test_budget_that_is_none(entry: str, budget: Any) -> None:
     assert_same_records(run_training(model, rows(), _STEP, 1), run_training(make(_network), rows(), _STEP, 1))
 
 
+@pytest.mark.parametrize("reserve", [-1, "-1", 0.1, "0.1", None, True, "much", float("nan")], ids=repr)
+def test_reserve_that_is_none(reserve: Any) -> None:
+    with pytest.raises(lowtide.PlanError, match=r"reserve.*8GiB"):
+        lowtide.rematerialize(make(_network), *rows()(0), budget="70%", reserve=reserve)
+
+
+@pytest.mark.parametrize("reserve", [0, 0.0, "0", "0B", "0%"], ids=repr)
+def test_nothing_is_reserved(reserve: Any) -> None:
+    model = lowtide.rematerialize(make(_network), *rows()(0), budget="100%", planner="greedy", reserve=reserve)
+    (plan,) = lowtide.plans(model)
+    assert plan.budget_bytes == plan.unconstrained_peak_bytes
+
+
+@pytest.mark.parametrize("verb", [lowtide.rematerialize, lowtide.plan])
+def test_keyword_arguments_that_are_a_tensor(verb: Any) -> None:
+    (x,), _ = rows()(0)
+    with pytest.raises(lowtide.PlanError, match="kwargs is a Tensor, not a dictionary"):
+        verb(make(_network), (), x, budget="70%")
+
+
 def test_no_budget() -> None:
     with pytest.raises(lowtide.PlanError, match="budget"):
         lowtide.rematerialize(make(_network), *rows()(0))

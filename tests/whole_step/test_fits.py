@@ -204,6 +204,14 @@ def test_named_devices() -> None:
         ({"device": "1GiB", "optimizer": 3}, "optimizer is a int; give an optimizer, a class"),
         ({"device": "1GiB", "optimizer": torch.optim.LBFGS}, "the state of LBFGS could not be found out"),
         ({"device": "1GiB", "reserve": "-1"}, "reserve of '-1'"),
+        ({"device": 0.5}, r"not positive; give bytes as an int, or a string with a unit [^%]*$"),
+        ({"device": "1GiB", "mesh": {"dp": 8}}, r"mesh {'dp': 8} is not understood: give sizes by dimension"),
+        (
+            {"device": "1GiB", "offload": "cpu"},
+            r"offload='cpu' needs a device whose link to the host is known: .* a100-..GB",
+        ),
+        ({"device": "A100-80GB", "offload": "disk"}, r"offload='disk' is not modelled; only offload=\"cpu\""),
+        ({"device": "1GiB", "kwargs": torch.ones(2)}, "kwargs is a Tensor, not a dictionary"),
     ],
 )
 def test_what_makes_no_sense(options: dict[str, Any], why: str) -> None:

@@ -115,22 +115,22 @@ def max_batch(
     that fails.
     """
     require_module(model, "max_batch(make_sample, model)")
-    asked: dict[str, Any] = {"offload": offload, "offload_budget": offload_budget, "planner": planner, "seed": seed}
-    settings = Settings(budget=budget, total_budget=total_budget, **asked)
     given = budget if budget is not None else total_budget
     if is_percentage(given):
         raise PlanError('max_batch needs a budget in bytes, such as "8GiB": a percentage would grow with the batch.')
+    budget_bytes = 0 if given is None else parse_budget(given, None)
+    asked: dict[str, Any] = {"offload": offload, "offload_budget": offload_budget, "planner": planner, "seed": seed}
+    settings = Settings(budget=budget, total_budget=total_budget, **asked)  # which needs one of both budgets
     if max_overhead is not None and not is_amount(max_overhead):
         raise PlanError(
             f"max_overhead is {max_overhead!r}, but is a fraction from 0 on, such as 0.33, or None for any."
         )
     if limit < 1:
         raise PlanError(f"limit is {limit}, but at least one sample is tried.")
-    assert given is not None
     samples = Samples(make_sample, SMALL_BATCHES[0])
     with told(type(model).__name__, on_progress) as tell:
         family = Family(model, samples, settings, tell)
-        return _Search(family, settings, parse_budget(given, None), max_overhead, limit).run()
+        return _Search(family, settings, budget_bytes, max_overhead, limit).run()
 
 
 class _Search:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
@@ -176,4 +177,10 @@ def require_module(model: object, verb: str) -> None:
         raise PlanError(
             f"{verb} takes the module that a {type(model).__name__} was compiled from (torch.jit): what compiled code reads is "
             "not seen."
+        )
+    if isinstance(model, OptimizedModule):
+        raise PlanError(
+            f"{verb} takes the model that torch.compile was given, which is the attribute _orig_mod of what it returned: "
+            "torch.compile(model), of a model that is rematerialized, runs by its plan; "
+            'torch.compile(model, backend="lowtide") plans compiled graphs.'
         )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.budget import parse_budget
+from lowtide.budget import parse_budget, parse_reserve
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.pipeline import in_flight_planners
 from lowtide.planning import Plan
@@ -99,7 +99,7 @@ def _share(planned: Sequence[Rematerialized], order: Sequence[Pass], settings: S
     members = [Member(entry.program, entry.plan.costs) for entry in entries]
     constraints = stage_constraints(order, [left_bytes(member) for member in members])
     whole = peak_bytes(constraints, [member.keep_all for member in members])
-    reserve = parse_budget(settings.reserve, whole, what="reserve") if settings.reserve else 0
+    reserve = parse_reserve(settings.reserve, whole)
     budget = parse_budget(settings.given, whole) - reserve
     check_device(entries[0].program, budget)
     planning, quick = in_flight_planners(settings)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lowtide.budget import is_percentage, parse_budget
+from lowtide.budget import is_percentage, parse_budget, parse_reserve
 from lowtide.cost import analytical_costs
 from lowtide.ir import Costs
 from lowtide.program import Program
@@ -31,7 +31,7 @@ def pass_budget(
     """Bytes for a pass, and what of the given budget a pass must leave alone."""
     member = Member(program, costs)
     unconstrained = Calls(member, settings.in_flight).peak_bytes(member.keep_all)
-    reserve = parse_budget(settings.reserve, unconstrained, what="reserve") if settings.reserve != 0 else 0
+    reserve = parse_reserve(settings.reserve, unconstrained)
     outside = outside._replace(reserved=reserve)
     there = 0 if settings.total_budget is None else outside.bytes + settings.moved_bytes
     total = parse_budget(settings.given, unconstrained + there)
@@ -58,7 +58,7 @@ class StepBudget:
         fixed = self.fixed and self.granted_bytes > 0
         plain = 1 if fixed else plain_peak_bytes(constraints, members)
         settings, granted = self.settings, self.granted_bytes
-        reserve = parse_budget(settings.reserve, plain, what="reserve") if settings.reserve else 0
+        reserve = parse_reserve(settings.reserve, plain)
         if settings.total_budget is not None:
             aside = reserve + self.outside.bytes
             return max(parse_budget(settings.total_budget, plain + aside) - aside, granted, 1), aside

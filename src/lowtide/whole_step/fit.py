@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.budget import parse_budget
+from lowtide.budget import parse_budget, parse_reserve
 from lowtide.capture import capture
 from lowtide.capture.arguments import flat_arguments
 from lowtide.capture.model_state import model_state
@@ -104,13 +104,13 @@ def fits(
             whole, model = model, spread(model, made)
             optimizer = for_parameters(optimizer, _counterparts(whole, model))
             between = link_of(made, links)
-        args, kwargs = hooked(model, args, kwargs or {})
+        args, kwargs = hooked(model, args, {} if kwargs is None else kwargs)
         fit, program, costs = _without_plan(model, args, kwargs, device, name, optimizer, between)
         fit = replace(fit, model=title, capacity_bytes=capacity, mesh=mesh or "")
         if own is not None:
             fit = _of_stage(fit, own, Member(program, costs), args, links["pp"])
         if reserve is not None:
-            fit = replace(fit, reserve_bytes=0 if reserve == 0 else parse_budget(reserve, None, what="reserve"))
+            fit = replace(fit, reserve_bytes=parse_reserve(reserve, None))
         if offload is not None:
             costs = replace(costs, second_memory=_host(offload, offload_budget, name, costs))
         planned = functools.partial(_planned, planner=planner, seed=seed, tell=tell)
@@ -227,10 +227,13 @@ def _host(offload: str, budget: int | str | None, name: str, costs: Costs) -> Se
     """The host's memory as the device in the table sees it. Raises ``PlanError``."""
     check_second_memory(offload)
     device = get_device(name)
-    if offload != "cpu" or not device.link:
+    if offload != "cpu":
+        raise PlanError(f'offload={offload!r} is not modelled; only offload="cpu" is, the memory of the host.')
+    if not device.link:
         known = ", ".join(f"{each.name}-..GB" for each in DEVICES.values() if each.link)
         raise PlanError(
-            f'offload={offload!r}: only offload="cpu" is modelled, for a device whose link is known: {known}.'
+            f"offload={offload!r} needs a device whose link to the host is known: give device= one of {known}, with its "
+            'gigabytes, such as device="A100-80GB".'
         )
     rate = int(device.bandwidth_share * device.link)
     whole = int(costs.storage_bytes.sum())

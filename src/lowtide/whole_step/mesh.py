@@ -33,7 +33,7 @@ _MADE: list[Any] = []  # the mesh inside of ``pretended``
 def parse_mesh(text: str) -> dict[str, int]:
     """``"dp=8,tp=4"`` as sizes by dimension, outermost first. Raises ``PlanError``."""
     found: dict[str, int] = {}
-    for part in text.split(","):
+    for part in text.split(",") if isinstance(text, str) else [""]:
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
         if match is None or match[1] not in _DIMENSIONS or match[1] in found or int(match[2]) < 1:
             raise PlanError(
