@@ -45,6 +45,7 @@ from lowtide.capture.refusals import (
     written_inputs,
 )
 from lowtide.capture.rehearsal import Effects, rehearse
+from lowtide.capture.trace.anomalies import gradients_unchecked
 from lowtide.capture.trace.autocast import is_kept, share_casts
 from lowtide.capture.trace.fake import AnsweringFakeMode
 from lowtide.capture.trace.fake_inputs import fakes_of
@@ -104,7 +105,7 @@ def capture(
     depends on data in a way that cannot be answered before it runs, or uses something unsupported.
     """
     # A trace makes few cycles and many objects: the collector would look at all of the process again and again.
-    with CAPTURING, collector_held():
+    with CAPTURING, collector_held(), gradients_unchecked():
         state = model_state(model)
         tensors, arguments = flat_arguments(args, kwargs, state.tensors)
         check(model, (*state.tensors, *tensors))

@@ -25,6 +25,14 @@ def _set_deterministic(mode: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
 
 
+def _anomalies() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+def _set_anomalies(mode: tuple[bool, bool]) -> None:
+    torch.set_anomaly_enabled(mode[0], check_nan=mode[1])
+
+
 def _cast_to() -> tuple[torch.dtype, ...]:
     """What an autocast in the forward pass casts to, where it does not say."""
     return tuple(map(torch.get_autocast_dtype, _CASTING))
@@ -48,7 +56,7 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (_deterministic, _set_deterministic),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    (_anomalies, _set_anomalies),
     (_cast_to, _set_cast_to),
     # Which kernels operators may choose when they are traced.
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
