@@ -92,6 +92,46 @@ def test_faults(position: int, record: dict[str, Any], message: str, tmp_path: P
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("position", "record", "message"),
+    [
+        (3, {"INSTRUCTION": "MEMORY", "NAME": "w", "MEMORY": 1e400}, "line 4: OverflowError"),
+        (3, {"INSTRUCTION": "MEMORY", "NAME": "w", "MEMORY": "-8"}, "line 4: MEMORY: -8 is not a whole number"),
+        (11, {"INSTRUCTION": "RELEASE", "NAME": "b"}, "line 14: unknown name 'b'"),
+    ],
+)
+def test_numbers_and_names_that_cannot_be(position: int, record: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(LowtideError) as caught:
+        read_log(tmp_path, [*LOG[:position], record, *LOG[position + 1 :]])
+    assert message in str(caught.value)
+
+
+def test_a_name_that_is_given_again_or_released_twice(tmp_path: Path) -> None:
+    again = [
+        {"INSTRUCTION": "CALL", "NAME": "add", "ARGS": ["a2", "w"], "RESULT": ["a2"], "TIME": "2"},
+        {"INSTRUCTION": "MEMORY", "NAME": "a2", "MEMORY": "4"},
+        {"INSTRUCTION": "ALIAS", "NAME": "a2", "ALIAS": "-1"},
+        {"INSTRUCTION": "COPY", "DST": "a2", "SRC": "a2"},
+        {"INSTRUCTION": "RELEASE", "NAME": "w"},
+        {"INSTRUCTION": "RELEASE", "NAME": "w"},
+    ]
+    trace = read_log(tmp_path, [*LOG[:11], *again])
+    assert trace.events[2:] == (
+        OperatorCall("add", 2, (1, 0), (Created(3, 4),)),
+        Release(1),
+        Release(0),
+        Pin(2),
+        Pin(3),
+    )
+    assert graph_from_json(trace_to_graph(trace))[0].ops
+
+
+def test_empty_lines_are_no_events(tmp_path: Path) -> None:
+    path = tmp_path / "small.log"
+    path.write_text("\n\n".join(map(json.dumps, LOG)) + "\n\n")
+    assert read_trace(path) == read_log(tmp_path, LOG)
+
+
 def reference() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((FOLDER / "reference_dtr_simulator.json").read_text())
     return found

@@ -150,6 +150,8 @@ def _read(path: str, lines: Iterable[str]) -> Trace:
     head: dict[str, Any] = {}
     forward_calls: int | None = None
     for number, line in enumerate(lines, 1):
+        if line.isspace():
+            continue
         where = f"{path}, line {number}"
         data = _object(line, where)
         try:

@@ -4,9 +4,9 @@ JSON lines, each an ``INSTRUCTION``: ``CONSTANT`` with its ``MEMORY``; ``CALL``,
 (the position of the argument it shares memory with, or -1); ``MUTATE``; ``COPY`` and ``COPY_FROM``, which give a tensor
 another name; ``RELEASE`` of a name; ``ANNOTATE``. What comes before the annotation ``START`` does not belong to the program.
 
-Names are resolved here: a tensor is released with its last name. An operator that mutates is read as one that returns new
-tensors of the size of the whole storage, to which the names of the mutated ones move, as in that project. What has
-a name at the end is the program's output.
+Names are resolved here: a tensor is released with its last name, and loses one that another tensor gets. An operator that
+mutates is read as one that returns new tensors of the size of the whole storage, to which the names of the mutated ones
+move, as in that project. What has a name at the end is the program's output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, PlanError
+from lowtide.ir.fields import count, text
 from lowtide.trace.model import Constant, Created, Event, OperatorCall, Pin, Release, Trace
 
 
@@ -40,9 +41,11 @@ class _Reader:
         for record in records:
             try:
                 self._record(record, records)
-            except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
+            except PlanError as error:
+                raise self._wrong(str(error).removesuffix(".")) from error
+            except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
                 raise self._wrong(f"{type(error).__name__}: {error}") from error
-        held = dict.fromkeys(tensor for tensor in self.named.values() if self.names[tensor])
+        held = dict.fromkeys(self.named.values())
         self.events += [Pin(tensor) for tensor in held]
         return Trace(tuple(self.events), self.name, forward_calls=self.forward_calls)
 
@@ -52,9 +55,11 @@ class _Reader:
     def _records(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         started = False
         for self.line, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise self._wrong(f"not JSON: {error}") from error
             if not isinstance(record, dict) or "INSTRUCTION" not in record:
                 raise self._wrong("not an INSTRUCTION")
@@ -65,8 +70,9 @@ class _Reader:
     def _record(self, record: dict[str, Any], rest: Iterator[dict[str, Any]]) -> None:
         instruction = record["INSTRUCTION"]
         if instruction == "CONSTANT":
-            tensor = self._tensor(record["NAME"], int(self._next(rest, "MEMORY", record["NAME"])["MEMORY"]))
+            tensor = self._new(_whole(self._next(rest, "MEMORY", record["NAME"]), "MEMORY"))
             self.events.append(Constant(tensor, self.bytes[tensor]))
+            self._name(record["NAME"], tensor)
         elif instruction == "CALL":
             self._call(record, rest)
         elif instruction == "MUTATE":
@@ -74,9 +80,9 @@ class _Reader:
         elif instruction == "COPY":
             self._name(record["DST"], self.named[record["SRC"]])
         elif instruction == "COPY_FROM":
-            source = self.named[record["SRC"]]
-            self._drop(record["DST"])
-            self._name(record["DST"], source)
+            if record["DST"] not in self.named:
+                raise self._wrong(f"unknown name {record['DST']!r}")
+            self._name(record["DST"], self.named[record["SRC"]])
         elif instruction == "RELEASE":
             if record["NAME"] in self.named:
                 self._drop(record["NAME"])
@@ -96,14 +102,16 @@ class _Reader:
         reads = tuple(self.named[name] for name in record["ARGS"])
         creates = []
         for name in record["RESULT"]:
-            size = int(self._next(rest, "MEMORY", name)["MEMORY"])
+            size = _whole(self._next(rest, "MEMORY", name), "MEMORY")
             alias = int(self._next(rest, "ALIAS", name)["ALIAS"])
             if alias < 0:
-                creates.append(Created(self._tensor(name, size), size))
+                creates.append(Created(self._new(size), size))
             else:
                 base = reads[alias]
-                creates.append(Created(self._tensor(name, self.bytes[base]), 0, base))
+                creates.append(Created(self._new(self.bytes[base]), 0, base))
         self._add(record, reads, creates)
+        for name, created in zip(record["RESULT"], creates, strict=True):
+            self._name(name, created.tensor)
 
     def _mutate(self, record: dict[str, Any]) -> None:
         reads = tuple(self.named[name] for name in record["ARGS"])
@@ -114,11 +122,10 @@ class _Reader:
             creates.append(Created(self._new(size), size))
         self._add(record, reads, creates)
         for name, created in zip(mutated, creates, strict=True):
-            self._drop(name)
             self._name(name, created.tensor)
 
     def _add(self, record: dict[str, Any], reads: tuple[int, ...], creates: list[Created]) -> None:
-        self.events.append(OperatorCall(record["NAME"], int(record["TIME"]), reads, tuple(creates)))
+        self.events.append(OperatorCall(text(record["NAME"], "NAME"), _whole(record, "TIME"), reads, tuple(creates)))
         self.calls += 1
 
     def _new(self, size: int) -> int:
@@ -126,17 +133,20 @@ class _Reader:
         self.bytes.append(size)
         return len(self.names) - 1
 
-    def _tensor(self, name: str, size: int) -> int:
-        tensor = self._new(size)
-        self._name(name, tensor)
-        return tensor
-
     def _name(self, name: str, tensor: int) -> None:
-        self.named[name] = tensor
+        """The tensor gets the name, which whatever had it before loses."""
         self.names[tensor] += 1
+        if name in self.named:
+            self._drop(name)
+        self.named[name] = tensor
 
     def _drop(self, name: str) -> None:
-        tensor = self.named[name]
+        tensor = self.named.pop(name)
         self.names[tensor] -= 1
         if self.names[tensor] == 0:
             self.events.append(Release(tensor))
+
+
+def _whole(record: dict[str, Any], key: str) -> int:
+    """A number, which the logs have as text."""
+    return count(int(record[key]), key)
