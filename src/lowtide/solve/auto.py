@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowtide.solve.bounds import prove_time
-from lowtide.solve.minimum import minimum_peak, outputs_in_the_way, smallest_exactly
+from lowtide.solve.minimum import outputs_in_the_way, smallest_exactly
 from lowtide.solve.moving.bound import bounded
 from lowtide.solve.moving.search import moving_schedule
 from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import answer, bounded_by, least_time_ns
 from lowtide.solve.portfolio_search import EFFORTS, search_sequences
 from lowtide.solve.problem import Problem, Solution, Status
-from lowtide.solve.search.memory_paths import affordable, shortest
+from lowtide.solve.search.memory_paths import Path, affordable, shortest
 from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 
 
@@ -63,8 +63,15 @@ class Auto(Options):
         return bounded(problem, answer("auto", problem, candidates), self.effort)
 
     def _recomputing(self, problem: Problem, portfolio: Portfolio, beaten_ns: int | None = None) -> Solution:
-        solution = _solve_exactly(problem, portfolio) if self.exact else None
-        return solution or self._searched(problem, portfolio, beaten_ns)
+        optimum = (
+            shortest(portfolio.exact, problem.budget_bytes) if self.exact and affordable(portfolio.exact) else None
+        )
+        solution = None if optimum is None else _exact_answer(problem, portfolio, optimum)
+        if solution is not None:
+            return solution
+        solution = self._searched(problem, portfolio, beaten_ns)
+        proven = optimum is not None and portfolio.floor.bounding and not solution.status.solved
+        return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
 
     def _searched(self, problem: Problem, portfolio: Portfolio, beaten_ns: int | None) -> Solution:
         """What the search finds; where nothing, what it finds among schedules that compute outputs again."""
@@ -80,21 +87,14 @@ class Auto(Options):
         return dataclasses.replace(found, status=Status.INFEASIBLE if proven else found.status)
 
 
-def _solve_exactly(problem: Problem, portfolio: Portfolio) -> Solution | None:
-    """``None`` where the graph is too large, or has too many states, or the model's bytes are only a bound and nothing was
-    found in it."""
-    model = portfolio.exact
-    optimum = shortest(model, problem.budget_bytes) if affordable(model) else None
-    if optimum is None:
-        return None
+def _exact_answer(problem: Problem, portfolio: Portfolio, optimum: Path) -> Solution | None:
+    """``None`` where nothing fits, and the least peak is not found exactly either."""
     exact = portfolio.floor.bounding
     if optimum.found:
         found = Status.OPTIMAL if exact else Status.FEASIBLE
         solution = answer("auto", problem, [portfolio.schedule_of(optimum.nodes)], found=found)
         return solution if exact or not solution.status.solved else _bounded(problem, portfolio, solution)
     lowest = smallest_exactly(portfolio)
-    if lowest is None and exact:
-        _, lowest = minimum_peak(problem.graph, problem.costs, problem.seed)
     if lowest is None:
         return None
     solution = answer("auto", problem, [lowest])

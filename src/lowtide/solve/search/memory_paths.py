@@ -28,6 +28,7 @@ from lowtide.solve.model.sweep import sweep
 
 MAX_NODES = MAX_STORAGES = 60  # of graphs that are solved exactly, where that does not take too long
 MAX_STATES = 10_000  # for that: some hundredths of a second
+_MAX_PEAK_STATES = 4 * MAX_STATES  # for each budget that is tried for the least: what finds it by trying takes seconds
 _EDGES, _COMPARISONS = 15, 2_000  # the most of them, by state
 _NEVER = 1 << 62  # nanoseconds
 
@@ -71,7 +72,7 @@ def least_peak(model: CompactGraph) -> int | None:
     low, high = 0, sweep(model, encode_keep_all(model)).peak_bytes // unit
     while low < high:
         middle = (low + high) // 2
-        path = cheapest_path(model, model.fixed_bytes + middle * unit, states=MAX_STATES, any_path=True)
+        path = cheapest_path(model, model.fixed_bytes + middle * unit, states=_MAX_PEAK_STATES, any_path=True)
         if path is None:
             return None
         if path.found:
