@@ -21,6 +21,7 @@ from lowtide.ir import (
     schedule_from_json,
     simulate,
 )
+from lowtide.ir.serial import dag_from_json
 from tests.support.chains import chain_dag
 from tests.support.overwriting import overwriting
 from tests.support.random_graphs import random_graph
@@ -154,3 +155,20 @@ def test_a_producer_that_only_equals_a_number(producer: Any) -> None:
     value["producer"] = producer
     with pytest.raises(PlanError, match="is not the number of an op"):
         graph_from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"), [("bytes", "bytes"), ("workspace_bytes", "bytes"), ("time_ns", "nanoseconds")]
+)
+def test_numbers_whose_sum_is_too_large(key: str, what: str) -> None:
+    data = chain_dag(600)
+    for op in data["ops"]:
+        op[key] = 2**50
+    with pytest.raises(PlanError, match=f"{what} together"):
+        dag_from_json(data)
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "marked.json"
+    path.write_text(json.dumps(chain_dag(2)), encoding="utf-8-sig")
+    assert load_instance(path)[0] == dag_from_json(chain_dag(2))[0]

@@ -13,7 +13,7 @@ SCHEDULE_FORMAT = "lowtide-schedule/1"
 DAG_FORMAT = "lowtide-dag/1"
 SECOND = {GRAPH_FORMAT: "lowtide-graph/2", SCHEDULE_FORMAT: "lowtide-schedule/2", DAG_FORMAT: "lowtide-dag/2"}
 """The formats of what moves storages to a second memory, or has collectives that may run again; readers take either."""
-_LARGEST = 2**50  # a pebibyte, or 13 days in nanoseconds: sums over any graph stay within 64 bits
+_LARGEST = 2**50  # a pebibyte, or 13 days in nanoseconds
 
 
 def shown(value: Any) -> str:

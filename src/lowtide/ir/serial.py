@@ -42,6 +42,7 @@ STEPS: dict[str, Callable[..., Step]] = {
 ON_STORAGES = ("free", "offload", "fetch")
 _STEP_NAMES = {kind: name for name, kind in STEPS.items()}
 FLAGS = ("random", "effect", "collective", "once")
+_MOST = 1 << 60  # of all bytes together, and of all nanoseconds: 36 years
 LISTS = ("inputs", "forward_outputs", "outputs")
 # What an op or a value may leave out.
 _OP_DEFAULTS: dict[str, Any] = {"workspace_bytes": 0, "flags": [], "overwrites": [], "module": "", "source": ""}
@@ -110,6 +111,7 @@ def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
         )
     _validate(graph)
     _validate_overwrites(graph, costs)
+    _validate_totals(graph, costs)
     return graph, costs
 
 
@@ -281,6 +283,14 @@ def _validate_overwrites(graph: Graph, costs: Costs) -> None:
                 raise PlanError(f"op {op.name} may overwrite an input only with one storage of the same size.")
 
 
+def _validate_totals(graph: Graph, costs: Costs) -> None:
+    """Sums that searches form of them must stay within 64 bits."""
+    taken = sum(costs.storage_bytes.tolist()) + sum(costs.workspace_bytes.tolist()) + graph.fixed_bytes
+    for total, what in ((taken, "bytes"), (sum(costs.time_ns.tolist()), "nanoseconds")):
+        if total > _MOST:
+            raise PlanError(f"the graph has {total} {what} together, more than {_MOST}.")
+
+
 def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
     """A ``lowtide-schedule`` object: steps as ``[kind, id]``, and the index of the first backward step."""
     steps = [step_to_json(step) for step in schedule.steps]
@@ -321,7 +331,7 @@ def load_instance(path: str | Path) -> tuple[Graph, Costs]:
 def read_json(path: str | Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ``PlanError`` where there is none."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise PlanError(f"cannot read {path}: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:

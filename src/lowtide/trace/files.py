@@ -132,7 +132,7 @@ def read_trace(path: str | Path) -> Trace:
 
 def _open(path: str | Path, mode: str) -> IO[str]:
     opener: Callable[..., Any] = gzip.open if str(path).endswith(".gz") else open
-    return cast("IO[str]", opener(path, mode, encoding="utf-8"))
+    return cast("IO[str]", opener(path, mode, encoding="utf-8-sig" if mode == "rt" else "utf-8"))
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
