@@ -59,14 +59,15 @@ def rematerialize(
     """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
 
     Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is known),
-    ``CaptureError`` where it is asked for or a model has no parts, and ``PlanError`` if an argument makes no sense.
+    ``CaptureError`` for a model that is no single program, where ``on_capture_error`` (or ``in_flight``) leaves no other way to
+    run it, and ``PlanError`` if an argument makes no sense.
 
     Args:
         args, kwargs: A sample call. With one, the plan is made now; without, at the first call in training mode.
         budget: Of a forward and backward pass, above what was allocated before: bytes, ``"8GiB"``, ``"40%"`` of its peak.
-        total_budget: Instead: bytes in all, with parameters, buffers, inputs, gradients and optimizer states: those of
+        total_budget: Instead: of all, with parameters, buffers, inputs, gradients and optimizer states: those of
             ``optimizer``, or two for each parameter.
-        reserve: Bytes of it to leave free between the passes, say for a loss outside the model.
+        reserve: What of it to leave free between the passes, say for a loss outside the model: bytes, ``"64MiB"``.
         planner: Name and options of one of ``lowtide planners``.
         compiler: ``"eager"``: the same results to the bit. ``"inductor"``: fused kernels where they are quicker, close results.
         on_new_signature: A call that no plan is for: ``"plan"`` anew, run ``"eager"`` (warned once), raise an ``"error"``.
@@ -75,8 +76,9 @@ def rematerialize(
         seed: Of the planner. The same program, costs and seed give the same plan.
         planning: ``"background"`` trains under a first plan while better ones are found (by default, where results cannot
             depend on it); ``"wait"`` ends the search first.
-        dynamic: Calls of other sizes take no capture from the third shape on (``None``), at once (``True``), never (``False``).
-        max_programs: So many are kept; the one that was used longest ago goes first.
+        dynamic: One capture for all sizes: from the third shape on (``None``), at once (``True``), or each shape by itself
+            (``False``).
+        max_programs: So many plans are kept, one for each kind of call; the one that was used longest ago goes first.
         arena: Every tensor of a pass has its address in memory that is held between steps; the budget is for addresses.
         offload: Where tensors may move to and come back from: ``"disk"``, ``"disk:/folder"``; of an accelerator, ``"cpu"``.
         offload_budget: Bytes that may be there at one time for a pass, by default all that are free.
@@ -189,7 +191,10 @@ def _require_plannable(model: nn.Module) -> None:
 
 
 def restore(model: Model) -> Model:
-    """Undo ``rematerialize``; returns the same object."""
+    """Undo ``rematerialize``: ``model`` runs by its own ``forward`` again. Returns the same object.
+
+    Raises ``PlanError`` for a model that is not rematerialized, or whose planned ``forward`` something has wrapped since.
+    """
     runtime = _planned(model)
     placed = model.__dict__["forward"]
     if runtime not in (placed, getattr(placed, "__func__", None)):
@@ -235,14 +240,20 @@ class accumulating:
 
 
 def plans(model: nn.Module) -> list[Plan]:
-    """The plans made for ``model`` so far, one per input signature; of a model in parts, those of its parts."""
+    """The plans made for ``model`` so far, one per input signature; of a model in parts, those of its parts.
+
+    Empty before its first training call, if there was no sample, and where it runs online. Raises ``PlanError`` for a model
+    that is not rematerialized.
+    """
     return _planned(model).plans()
 
 
 def wait(model: nn.Module, seconds: float | None = None) -> bool:
     """Wait until the searches for better plans for ``model`` have ended, at most so many ``seconds``; whether they have.
 
-    What they found is in force afterwards, see ``plans`` and ``Plan.history``."""
+    What they found is in force afterwards, see ``plans`` and ``Plan.history``. Raises ``PlanError`` for a model that is not
+    rematerialized.
+    """
     return _planned(model).wait(seconds)
 
 

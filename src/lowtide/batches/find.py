@@ -59,6 +59,7 @@ class MaxBatch(Shown):
 
     @property
     def predicted_peak_bytes(self) -> int:
+        """Of a pass of ``batch`` under the plan."""
         return self.plan.peak_bytes
 
     @property

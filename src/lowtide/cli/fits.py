@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--reserve", help="to be left alone (default: 1 GB of a named device)")
     add_mesh_options(parser)
     add_largest_option(parser)
-    add_offload_options(parser)
+    add_offload_options(parser, '"cpu", the memory of a named device\'s host')
     add("--json", action="store_true", help="print one JSON object")
     add_planner_options(parser, "auto{effort=1}")
 

@@ -24,11 +24,9 @@ def add_planner_options(parser: argparse.ArgumentParser, planner: str = "auto") 
     parser.add_argument("--seed", type=seed, default=0, help="seed of the planner (default: 0)")
 
 
-def add_offload_options(parser: argparse.ArgumentParser) -> None:
-    """Those of a model, which runs."""
-    parser.add_argument(
-        "--offload", metavar="WHERE", help='let tensors move away and back: "disk", "disk:/folder", "cpu"'
-    )
+def add_offload_options(parser: argparse.ArgumentParser, where: str = '"disk", "disk:/folder", "cpu"') -> None:
+    """Those of a model, and ``where`` its tensors may move to."""
+    parser.add_argument("--offload", metavar="WHERE", help=f"let tensors move away and back: {where}")
     parser.add_argument("--offload-budget", metavar="BYTES", help="how much of them may be there at one time")
 
 

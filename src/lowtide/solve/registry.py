@@ -28,7 +28,7 @@ PLANNERS: dict[str, tuple[str, str, str]] = {
     "checkpoint-last": ("chen", "CheckpointLast", "keeps the last forward node only"),
     "chen-greedy": ("chen", "ChenGreedy", "segments of limited bytes cut at articulation points, the limit swept"),
     "chen-sqrt": ("chen", "ChenSqrt", "about root n segments cut at articulation points"),
-    "checkmate": ("checkmate", "Checkmate", "exact mixed-integer program (needs highspy); up to about 200 operators"),
+    "checkmate": ("checkmate", "Checkmate", "exact mixed-integer program (needs highspy); up to about 150 operators"),
     "checkmate-approx": (
         "checkmate_approx",
         "CheckmateApprox",

@@ -73,6 +73,7 @@ class Fit(Shown):
 
     @property
     def fits_without(self) -> bool:
+        """Whether it fits as it is, without lowtide."""
         return self.without_bytes <= self.capacity_bytes - self.reserve_bytes
 
     @property
