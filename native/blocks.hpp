@@ -1,5 +1,5 @@
 // What the block programs run most: one block's backward sequence, its measures, and a line of ever smaller saved sets.
-// Terms are those of `lowtide.solve.blocks.kernels`.
+// Terms are those of `lowtide.solve.blocks.chain`.
 #pragma once
 
 #include <vector>

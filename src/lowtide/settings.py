@@ -49,7 +49,7 @@ class Settings:
     in_flight: int = 1  # calls that wait for their backward pass at once
     beside_bytes: int | None = None  # of a budget that stages share: what all calls that wait hold meanwhile
     between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
-    most_bytes: int | None = None  # for a pass, since a step ran out of memory (runtime.rescue)
+    most_bytes: int | None = None  # for a pass, since a step ran out of memory (``runtime.programs.rescue``)
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.total_budget is None):

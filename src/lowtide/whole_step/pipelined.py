@@ -72,6 +72,7 @@ class PipelineFit:
 
     @property
     def fits_without(self) -> bool:
+        """Whether all stages fit as they are, without lowtide."""
         return all(one.fits_without for one in self.stages)
 
     @property
