@@ -63,6 +63,13 @@ def test_keyword_arguments_that_are_a_tensor(verb: Any) -> None:
         verb(make(_network), (), x, budget="70%")
 
 
+def test_a_percentage_without_its_sign() -> None:
+    with pytest.raises(
+        lowtide.InfeasibleBudgetError, match=r'within 60 bytes .* For that part of the peak write "60%"'
+    ):
+        lowtide.plan(make(_network), *rows()(0), budget=60)
+
+
 def test_no_budget() -> None:
     with pytest.raises(lowtide.PlanError, match="budget"):
         lowtide.rematerialize(make(_network), *rows()(0))

@@ -117,7 +117,7 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
         f"planner {planner} found no schedule within {problem.budget_bytes} bytes ({format_bytes(problem.budget_bytes)}); the "
         f"smallest budget it can meet is {minimum} bytes ({format_bytes(minimum or 0)}, {percent:.1f}% of the "
         f"{format_bytes(unconstrained)} without rematerialization){_cost_of(overheads)}. The bottleneck is {op.name}{place}."
-        f"{hint} Raise the budget, or make the batch or the sequence smaller.",
+        f"{hint} Raise the budget, or make the batch or the sequence smaller.{_percent_meant(problem, unconstrained)}",
         minimum_bytes=minimum or 0,
         operator=op.name,
         source=op.source,
@@ -126,6 +126,12 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
         proven=solution.status is Status.INFEASIBLE,
         plan=Plan.of(problem.graph, problem.costs, above[0][1], minimum or 0, planner, problem.seed),
     )
+
+
+def _percent_meant(problem: Problem, unconstrained: int) -> str:
+    """For a budget of so few bytes that they will be meant as percent."""
+    meant = problem.budget_bytes <= 100 < unconstrained // 100
+    return f' For that part of the peak write "{problem.budget_bytes}%".' if meant else ""
 
 
 def _cost_of(overheads: Sequence[tuple[int, float]]) -> str:

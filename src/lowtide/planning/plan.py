@@ -66,8 +66,8 @@ class Plan:
     Bytes are what a forward and backward pass allocates above what was allocated when it began. ``time_ns`` is the
     predicted time of the pass, ``lower_bound_ns`` a proven bound on it for any schedule within the budget, if there is
     one. ``solve_seconds`` is what the planner took when the plan was made, ``cached`` whether it came from the
-    cache on disk (``planning.cache``). ``str(plan)`` is a readable report. ``known_curve`` is what ``with_curve`` found; it is saved
-    along. ``history``: the plans that were in force before, and this one, where it was improved in the background.
+    cache on disk (``planning.cache``). ``str(plan)`` is a readable report. ``known_curve`` is what ``with_curve`` found; it is
+    saved along. ``history``: the plans that were in force before, and this one, where it was improved in the background.
     ``lowered_from_bytes``: the budget that was given, where steps ran out of memory within it and it was lowered; else 0.
     ``outside``: what a total budget counted beside the pass. ``in_flight``: so many calls may wait for their backward
     pass at once; ``waiting_bytes`` are what the others hold while one runs, and gradients that earlier ones left in
