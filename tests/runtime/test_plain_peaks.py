@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.runtime.parts.shared import SharedBudget
+from lowtide.settings import Settings
 from tests.support.networks import LookedAt
 
 WIDTH, ROWS = 32, 1024
@@ -151,3 +154,49 @@ def test_modules_that_run_again_with_all_backward_passes_within_them_take_no_mor
         peaks.append(lowtide.measure(lambda: model(x).backward()).peak_bytes)
     assert max(peaks) <= plain * 1.01
     assert peaks[-1] <= 0.6 * plain * 1.01
+
+
+class _Interrupted(nn.Module):
+    """An interrupt comes before one of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Quantized() for _ in range(BLOCKS))
+        self.interrupted: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if number == self.interrupted:
+                raise KeyboardInterrupt
+            x = block(x)
+            if x.abs().sum() > 1e30:
+                raise OverflowError
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("interrupted", [1, 3])
+def test_a_step_that_is_broken_off_is_not_what_a_percentage_is_of(interrupted: int) -> None:
+    """As by the user of a notebook, who runs the cell again."""
+    model, x = _Interrupted(), torch.randn(ROWS, WIDTH)
+    plain = _plain_peak_bytes(copy.deepcopy(model), x)
+    lowtide.rematerialize(model, (x,), budget="75%")
+    model.interrupted = interrupted
+    with contextlib.suppress(KeyboardInterrupt):  # nobody keeps the frames
+        model(x)
+    model.interrupted = None
+    for _ in range(5):
+        model.zero_grad()
+        peak_bytes = lowtide.measure(lambda: model(x).backward()).peak_bytes
+    assert peak_bytes <= 0.76 * plain
+    assert 0.74 * plain <= model.forward.parts.shared.budget.granted_bytes <= 0.76 * plain
+
+
+def test_nothing_is_learned_from_a_step_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, device = list[int](), torch.device("cpu")
+    shared = SharedBudget(Settings(budget="75%"))
+    monkeypatch.setattr(shared, "_note_step", lambda: noted.append(shared.steps) is None)
+    for interrupted in (False, True, False, False):
+        with contextlib.suppress(KeyboardInterrupt), shared.call(device):
+            if interrupted:
+                raise KeyboardInterrupt
+    assert noted == [0, 1, 3]

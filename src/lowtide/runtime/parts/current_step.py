@@ -35,6 +35,7 @@ class CurrentStep:
         self._ending = False  # told of the end of a backward pass
         self._within = False  # in a call that says when it begins
         self._nested = False  # in a backward pass that graphs run in
+        self.broken_off = False  # a call of the current step ended in an error or an interrupt
 
     def _step_ended(self) -> None:
         """Another step is about to begin."""
@@ -46,6 +47,9 @@ class CurrentStep:
         self._within = True
         try:
             yield
+        except BaseException:
+            self.broken_off = True
+            raise
         finally:
             self._within = False
             self.ran.stay()
@@ -59,14 +63,15 @@ class CurrentStep:
         self._end_gap()
 
     def _begin(self, device: torch.device) -> None:
-        """In a new step where most of what ran waits no more for its backward pass."""
+        """In a new step where most of what ran waits no more for its backward pass, or never will come to it."""
         self.between.device = device
         self._ending = False  # also after a backward pass that failed
         self._end_gap(noted=False)  # whatever ran since: the optimizer, say
         pending = self.ran.pending()
-        if 2 * len(pending) <= len(self.ran):
+        if self.broken_off or 2 * len(pending) <= len(self.ran):
             self._step_ended()
             self.steps += 1
+            self.broken_off = False
             self.gaps.clear()
             for one in pending:
                 one.backward_between_bytes = None

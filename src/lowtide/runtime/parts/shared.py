@@ -73,14 +73,19 @@ class SharedBudget(CurrentStep):
         self._said_over = False
 
     def _step_ended(self) -> None:
+        if not self.broken_off:  # what it came to tells of no other
+            self._learn()
+        self.unlike = False
+        self.spare.begin_step()
+
+    def _learn(self) -> None:
+        """From a step that ended: whether plans are to be made for the next ones."""
         whole, fits = self._note_step(), self._fits()
         self._met |= whole and fits and not self.exceeded and bool(self.record)
         if (self.exceeded or self._first_plans or not fits) and whole and not self.postponed:
             self._replan()
         elif seconds := self.search.due_seconds:
             self.improve(seconds)
-        self.unlike = False
-        self.spare.begin_step()
 
     def add(self, graph: Planned, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
         super().add(graph, entry, inputs, call)
