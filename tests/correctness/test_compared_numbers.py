@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,6 +126,13 @@ def _in_turn(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y * {"0": 2.0, "1": 1.0, "2": 3.0}[str(self.step % 3)]
 
 
+def _drawn_beside_numpy(self: Any, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    for keep in self.keep:  # of NumPy's, on the left
+        if keep > random.random():
+            y = y.sin()
+    return y if np.isinf(random.random()) or np.float32(2) <= random.random() else y * 2
+
+
 CASES: dict[str, tuple[Compute, dict[str, Callable[[], Any]], Callable[[Any, int], None], int]] = {
     "a number of the loop's": (_doubled_at_first, {"step": int}, _to_step, 3),
     "after other operations": (_cyclic, {"step": int}, _to_step, 6),
@@ -137,6 +145,7 @@ CASES: dict[str, tuple[Compute, dict[str, Callable[[], Any]], Callable[[Any, int
     "a tensor of the first call": (_kept_at_first, {"calls": int}, _nothing, 2),
     "one of few, as an index, a length and a text": (_in_turn, {"step": int}, _nothing, 4),
     "counted in an object": (_counted_below, {"state": lambda: Thing(step=0)}, _nothing, 2),
+    "drawn, and a number of NumPy's": (_drawn_beside_numpy, {"keep": lambda: np.linspace(1, 0.5, 2)}, _nothing, 2),
 }
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,6 +143,13 @@ def _not_finite(self: Any, h: torch.Tensor) -> Any:
     return loss
 
 
+def _asked_by_numpy(self: Any, h: torch.Tensor) -> Any:
+    loss = h.square().mean()
+    if not np.isfinite(loss.item()) or np.float64(1e9) <= loss.item():
+        raise ValueError("diverged")
+    return loss * 2 if loss.item() > np.float64(1e-9) else loss
+
+
 def _moving_average(self: Any, h: torch.Tensor) -> Any:
     self.average = 0.9 * self.average + 0.1 * h.abs().mean().item()
     return h.square().mean() / (1 + self.average)
@@ -153,7 +161,7 @@ def _by_turns(self: Any, h: torch.Tensor) -> Any:
     return h.square().mean(), many % 5
 
 
-FEW_PROGRAMS = [_above, _at_least, _not_finite, _moving_average, _by_turns]
+FEW_PROGRAMS = [_above, _at_least, _not_finite, _asked_by_numpy, _moving_average, _by_turns]
 
 
 def _best_so_far(self: Any, h: torch.Tensor) -> Any:

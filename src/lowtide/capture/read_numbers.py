@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -163,6 +164,7 @@ def _made(function: Callable[..., Any], one: Any, other: Any) -> torch.Tensor:
     if function in _ASKING and other is None:
         made = _ASKING[function](_as_tensor(one, floats=True))
         return made
+    other = float(other) if type(other) is np.float64 and function in _COMPARING else other
     known = type(other) is StandIn or type(other) in (*NUMBERS, bool)
     if not known or (function not in _EXACT and function not in _COMPARING):
         raise one.misused()

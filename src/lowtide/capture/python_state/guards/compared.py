@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lowtide.capture.python_state.guards import by_numpy
 from lowtide.capture.python_state.guards.reads import Read
 from lowtide.capture.python_state.guards.shown import at_least, at_most, close_to, place_among, places_told_apart
 from lowtide.capture.python_state.guards.texts import text_stand_in
@@ -188,7 +189,7 @@ class StandIn(torch.SymFloat):
             raise self.misused()
         return operation(self.value), (*self.operations, operation)
 
-    def _compared(self, compare: Callable[[Any, Any], bool], other: Any) -> Any:
+    def compared(self, compare: Callable[[Any, Any], bool], other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return NotImplemented
         if type(other) is StandIn or self.comparisons.tensor is not None:
@@ -197,7 +198,7 @@ class StandIn(torch.SymFloat):
         self.comparisons.answers.append((operations, answer))
         return bool(answer)
 
-    def _computed(self, function: Callable[[Any, Any], Any], reflected: bool, other: Any) -> Any:
+    def computed(self, function: Callable[[Any, Any], Any], reflected: bool, other: Any) -> Any:
         if isinstance(other, torch.Tensor):
             return NotImplemented
         if type(other) is StandIn:
@@ -214,11 +215,11 @@ class StandIn(torch.SymFloat):
         return join(function, self, other)
 
     def is_at_least(self, bound: int) -> bool:
-        return bool(self._compared(at_least, bound))
+        return bool(self.compared(at_least, bound))
 
     def is_within(self, last: int) -> bool:
         """Whether it is a place from 0 to the ``last``."""
-        return self.is_at_least(0) and bool(self._compared(at_most, last))
+        return self.is_at_least(0) and bool(self.compared(at_most, last))
 
     def asked(self, predicate: Callable[[Any], bool]) -> bool:
         """What a predicate says of this number alone."""
@@ -252,13 +253,7 @@ class StandIn(torch.SymFloat):
         raise self.misused()
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """A function of NumPy's is called with it, and perhaps with another number."""
-        if method != "__call__" or options or function.nout != 1 or not 1 <= len(inputs) <= 2:
-            raise self.misused()
-        if len(inputs) == 1:
-            return self.through(function)
-        reflected = inputs[0] is not self
-        return self._computed(function, reflected, inputs[0 if reflected else 1])
+        return by_numpy.called(self, function, method, inputs, options)
 
     def __array_function__(self, function: Any, kinds: Any, args: Any, options: Any) -> Any:
         """NumPy bounds it: by two of the functions above."""
@@ -271,7 +266,7 @@ class StandIn(torch.SymFloat):
         few = (operation.function is operator.mod and operation.other in _FEW for operation in self.operations)
         if self.kind is not int or self.comparisons.tensor is not None or not any(few):
             raise self.misused()
-        self._compared(operator.eq, self.value)
+        self.compared(operator.eq, self.value)
         return int(self.value)
 
     def __hash__(self) -> int:
@@ -286,7 +281,7 @@ class StandIn(torch.SymFloat):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __bool__(self) -> bool:
-        return bool(self._compared(operator.ne, 0))
+        return bool(self.compared(operator.ne, 0))
 
     def __neg__(self) -> StandIn:
         return self.through(operator.neg)
@@ -322,7 +317,7 @@ class LateStandIn(StandIn):
 
 
 for _compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):
-    setattr(StandIn, f"__{_compare.__name__}__", functools.partialmethod(StandIn._compared, _compare))
+    setattr(StandIn, f"__{_compare.__name__}__", functools.partialmethod(StandIn.compared, _compare))
 for _function in (
     operator.add,
     operator.sub,
@@ -333,7 +328,7 @@ for _function in (
     operator.pow,
 ):
     for _side in ("", "r"):
-        _method = functools.partialmethod(StandIn._computed, _function, bool(_side))
+        _method = functools.partialmethod(StandIn.computed, _function, bool(_side))
         setattr(StandIn, f"__{_side}{_function.__name__}__", _method)
 for _name in (
     *("complex", "format", "reduce_ex"),
