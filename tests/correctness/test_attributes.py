@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import cProfile
 import logging
 from collections import deque
@@ -630,3 +631,46 @@ def test_counters_that_choose_in_turn(case: str) -> None:
     lowtide.rematerialize(planned, (_input(0),), budget="100%", planner="greedy")
     for expected, found in zip(_trained(plain), _trained(planned), strict=True):
         assert all(map(torch.equal, expected, found))
+
+
+class _WithTable(nn.Module):
+    """Reads a table that is neither a parameter nor a buffer."""
+
+    def __init__(self, table: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.table, self.read = table, read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = self.read(self.table)
+        y = torch.tanh(self.first(x))
+        y = y * angles.cos() + y.flip(-1) * angles.sin()
+        return self.last(y).square().mean()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda table: table[:64],
+        lambda table: table.view(2, 32, 32).view(64, 32),
+        lambda table: table.unsqueeze(0),
+        lambda table: table.detach()[:64],
+        lambda table: table.split(64)[0].t().t(),
+        lambda table: table.view(torch.int32).view(torch.float32),
+    ],
+    ids=["slice", "view", "unsqueeze", "detached", "split", "type"],
+)
+def test_nothing_is_written_over_a_table_that_is_held(read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A view of it is no memory of the program's."""
+    plain = _WithTable(torch.rand(64, 32), read)
+    model, before = copy.deepcopy(plain), plain.table.clone()
+    x = torch.rand(64, 64, 32)
+    lowtide.rematerialize(model, (x,), budget="85%")
+    for _ in range(3):
+        losses = [each(x) for each in (plain, model)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(model.table, before)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]

@@ -173,6 +173,7 @@ class _Walk:
         tensors = tuple(dict.fromkeys(self._value(n) for n in read))
         op = self.builder.next_op
         result = node.meta.get("val")
+        self._note_constant_view(node)
         if isinstance(result, torch.Tensor):
             outputs: tuple[int, ...] = (self.builder.add_value(node.name, result, op),)
             self.value_of[node], positions = outputs[0], None
@@ -185,6 +186,14 @@ class _Walk:
             flags["once"] = True
         name = EXPECT_TARGET if node.target is EXPECT else str(node.target)
         self.builder.add_op(node.name, self.phase, call, tensors, outputs, origin, name, **flags)
+
+    def _note_constant_view(self, node: fx.Node) -> None:
+        """A constant is described by itself, in other memory than its views are said to be in: they are in its own."""
+        base: Any = self.value_of.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if isinstance(base, int) and base in self.constants and getattr(node.target, "is_view", False):
+            views = node.meta["val"]
+            for each in views if isinstance(views, (list, tuple)) else (views,):
+                self.builder.same_storage(each, base)
 
     def _call(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[fx.Node]]:
         """What to call, its arguments with references for tensors, and the nodes that it reads."""
