@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import lowtide
 from lowtide.api import runtime_of
@@ -77,23 +76,6 @@ class _Owned:
         setattr(self.store.owner().store, name, value)
 
 
-class _Registered(_Store):
-    """That PyTorch's trees know, which forget whether it is locked: as a ``TensorDict``."""
-
-
-pytree.register_pytree_node(
-    _Registered,
-    lambda one: ([*one.values.values()], tuple(one.values)),
-    lambda leaves, names: _Registered(**dict(zip(names, leaves, strict=True))),
-)
-
-
-def _locked(**values: Any) -> _Registered:
-    made = _Registered(**values)
-    made.__dict__["locked"] = True
-    return made
-
-
 class _Names(dict[str, Any]):
     """Read and written by attributes, as batches of many packages."""
 
@@ -132,12 +114,6 @@ def _of_object(blocks: nn.ModuleList, graph: Any) -> Any:
     return graph, [graph.x.mean(), graph]
 
 
-def _by_lock(blocks: nn.ModuleList, one: Any, other: Any) -> torch.Tensor:
-    for graph in (one, other):
-        graph.x = graph.x + blocks[0](graph.x) * (2 if "locked" in vars(graph) else 1)
-    return (one.x * other.x).mean()  # type: ignore[no-any-return]
-
-
 def _appended(blocks: nn.ModuleList, x: torch.Tensor, kept: list[Any]) -> torch.Tensor:
     for block in blocks:
         x = x + block(x)
@@ -166,8 +142,6 @@ _CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[tuple[Any, ...], 
     "namespace": (_of_object, lambda: ((types.SimpleNamespace(x=_x()),), {}), lambda r, a: a[0].x.square().mean()),
     "store": (_of_object, lambda: ((_Store(x=_x()),), {}), lambda r, a: a[0].x.square().mean() + r[1][0]),
     "owned": (_of_object, lambda: ((_Owned(x=_x()),), {}), lambda r, a: a[0].x.square().mean() + r[1][0]),
-    "registered": (_of_object, lambda: ((_Registered(x=_x()),), {}), lambda r, a: a[0].x.square().mean() + r[1][0]),
-    "locked": (_by_lock, lambda: ((_locked(x=_x()), _Registered(x=_x(1))), {}), lambda r, a: r + a[0].x.square().mean()),
     "list": (_appended, lambda: ((_x(), []), {}), lambda r, a: r + a[1][2].mean()),
     "nested": (_nested, lambda: (({"x": _x()}, [{"x": _x(1)}, {"x": _x(2)}]), {}), lambda r, a: r),
     "names": (_of_object, lambda: ((_Names(x=_x()),), {}), lambda r, a: r[1][1].x.square().mean()),

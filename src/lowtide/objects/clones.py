@@ -7,12 +7,12 @@ import contextlib
 import copy
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, fields, own_attributes
+from lowtide.objects.walk import fields
 
 _BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple)  # the last one that fits is of none before
 _lock, _inside = threading.Lock(), 0
@@ -63,16 +63,6 @@ def copied(node: Any) -> Any:
     for name, value in fields(node).items():
         object.__setattr__(clone, name, value)
     return clone
-
-
-def forgets(node: Any, again: Callable[[], Any]) -> bool:
-    """Whether the object that ``again`` makes of what a container holds lacks a plain attribute of this one: a lock, say."""
-    own = None if isinstance(node, CONTAINERS) else own_attributes(node)
-    plain = [(name, value) for name, value in (own or {}).items() if type(value) in PLAIN]
-    if not plain:
-        return False
-    other = own_attributes(again()) or {}
-    return any(other.get(name, ABSENT) != value for name, value in plain)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from lowtide.objects.clones import copied, empty, fill, forgets, items_of
+from lowtide.objects.clones import copied, empty, fill, items_of
 from lowtide.objects.walk import CLOSED, PLAIN, fields
 
 _PLAIN, _NAMES = frozenset(PLAIN), frozenset((str,))
@@ -150,7 +150,10 @@ def _derived(node: Any) -> tuple[torch.Tensor, Callable[[Any], Any]] | None:
 def _around(node: Any, seen: tuple[Any, ...]) -> Ancestor | None:
     weak = type(node) is weakref.ref
     wanted = node() if weak else node
-    return next((Ancestor(level, weak) for level, one in enumerate(seen) if one is wanted), None)
+    for level, one in enumerate(seen):
+        if one is wanted:
+            return Ancestor(level, weak)
+    return None
 
 
 def _is_bare(node: Any, bare: dict[int, Any]) -> bool:
@@ -317,9 +320,8 @@ def items_in(node: Any) -> Iterable[Any]:
 
 
 def _level(node: Any) -> tuple[Iterable[Any], pytree.TreeSpec] | None:
-    """The children of a container, itself among them, perhaps; ``None`` for what pytree does not know, or makes another one of.
-    ``tree_flatten`` leaves a reference cycle behind, which must not hold the tensors: so it is the first one asked for that is
-    no leaf."""
+    """The children of a container, itself among them, perhaps; ``None`` for what pytree does not know. ``tree_flatten`` leaves
+    a reference cycle behind, which must not hold the tensors: so it is the first one asked for that is no leaf."""
     kind: Any = type(node)
     if kind is tuple or kind is list:
         return node, _spec(kind, len(node))
@@ -329,8 +331,7 @@ def _level(node: Any) -> tuple[Iterable[Any], pytree.TreeSpec] | None:
     if is_leaf(node):
         return None
     answers = iter((False,))
-    children, spec = pytree.tree_flatten(node, is_leaf=lambda _: next(answers, True))
-    return None if forgets(node, lambda: pytree.tree_unflatten(children, spec)) else (children, spec)
+    return pytree.tree_flatten(node, is_leaf=lambda _: next(answers, True))
 
 
 @functools.lru_cache(maxsize=1024)

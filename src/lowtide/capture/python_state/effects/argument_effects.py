@@ -60,20 +60,11 @@ def _holders(node: Any, given: Any) -> Iterator[Any]:
         inside = () if node.items is None else node.items.leaves
         for child, one in zip(inside, structure.items_in(items_of(given)), strict=True):
             yield from _holders(child, one)
-    elif isinstance(node, structure.Nested):
-        if type(given) in (list, *_DICTIONARIES):
+    elif isinstance(node, structure.Nested) and type(given) in (tuple, list, *_DICTIONARIES):
+        if not isinstance(given, tuple):
             yield given
-        elif not isinstance(given, CONTAINERS):  # of a class that pytree is told of: it keeps what it has in attributes
-            yield from _kept(given)
         for child, one in zip(node.leaves, structure.items_in(given), strict=True):
             yield from _holders(child, one)
-
-
-def _kept(given: Any) -> Iterator[Any]:
-    own = own_attributes(given)
-    if own is not None:
-        yield given
-        yield from (value for value in own.values() if type(value) in (list, *_DICTIONARIES))
 
 
 class ArgumentWrites:
