@@ -44,22 +44,22 @@ def parse_budget(
             raise PlanError(f"{named} is no share of anything, as {budget!r} would be; {_IN_BYTES}.")
         scale = Fraction(unconstrained_peak_bytes or 0, 100) if unit == "%" else _UNITS[unit]
         number = Fraction(match[1])
-        amount = int(number * scale)  # exact: 100% is the peak to the byte
+        amount = math.floor(number * scale)  # exact: 100% is the peak to the byte
         if unit == "%":  # one byte at least, of what takes nothing: a program that only makes views
-            amount = max(amount, 1) if number > 0 else 0
+            amount = max(amount, 1) if number > 0 else amount
         share = number if unit == "" else 0
     elif not (_is_real(budget) and math.isfinite(budget)):
         raise refused
     else:
-        amount, share = int(budget), budget
+        amount, share = math.floor(budget), budget
     if amount >= _LIMIT:
         raise PlanError(f"{named} of {budget!r} is more than any device has; {examples}.")
     fraction = 0 < share < 1
     if amount < least or fraction:
         has_peak = fraction and unconstrained_peak_bytes is not None
         meant = f' (for that part of the peak write "{100 * float(share):g}%")' if has_peak else ""
-        bytes_of = "" if is_percentage(budget) else f"{amount} bytes, which is "
-        wrong = "not positive" if least or fraction else "negative"
+        bytes_of = "" if is_percentage(budget) or not least else f"{amount} bytes, which is "
+        wrong = "not positive" if least else "less than a byte" if fraction else "negative"
         raise PlanError(f"{named} of {budget!r} is {bytes_of}{wrong}{meant}; {examples}.")
     return amount
 

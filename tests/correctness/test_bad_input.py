@@ -43,7 +43,7 @@ def test_budget_that_is_none(entry: str, budget: Any) -> None:
     assert_same_records(run_training(model, rows(), _STEP, 1), run_training(make(_network), rows(), _STEP, 1))
 
 
-@pytest.mark.parametrize("reserve", [-1, "-1", 0.1, "0.1", None, True, "much", float("nan")], ids=repr)
+@pytest.mark.parametrize("reserve", [-1, "-1", -0.5, "-0.4%", 0.1, "0.1", None, True, "much", float("nan")], ids=repr)
 def test_reserve_that_is_none(reserve: Any) -> None:
     with pytest.raises(lowtide.PlanError, match=r"reserve.*8GiB"):
         lowtide.rematerialize(make(_network), *rows()(0), budget="70%", reserve=reserve)

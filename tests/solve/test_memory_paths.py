@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from lowtide.ir import Costs, Graph, keep_all_schedule, schedule_from_sequence, simulate
@@ -11,6 +13,7 @@ from lowtide.solve.model.compact import compact, released_model
 from lowtide.solve.search.memory_paths import Path, cheapest_path
 from tests.solve.brute_force import brute_force
 from tests.solve.small_graphs import chain, small_graph
+from tests.support.overwriting import overwriting
 
 
 def agrees(seed: int, ops: int) -> None:
@@ -42,6 +45,18 @@ def test_equals_brute_force() -> None:
 def test_equals_brute_force_on_eight_operators() -> None:
     for seed in range(300, 420):
         agrees(seed, 8)
+
+
+@pytest.mark.parametrize("seed", [2050, 3855, 4376, 4422, 18462])
+def test_the_least_peak_where_operators_may_write_over_their_inputs(seed: int) -> None:
+    """What is written over depends on the schedule; views of what is handed over are formed again before that."""
+    least, most = (6, 16) if seed > 10_000 else (3, 9)
+    graph, costs = overwriting(*small_graph(seed, random.Random(seed).randint(least, most)), seed)
+    peak, schedule = minimum_peak(graph, costs)
+    assert simulate(graph, costs, schedule).peak_bytes == peak
+    assert solve(Problem(graph, costs, peak)).status.solved
+    below = solve(Problem(graph, costs, peak - 1))
+    assert not below.status.solved and below.minimum_bytes == peak
 
 
 def test_gives_up_where_there_are_too_many_states() -> None:

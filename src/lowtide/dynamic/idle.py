@@ -36,9 +36,8 @@ class Idle:
         """Empty them; whether there were any."""
         level_bytes = memory.meter.level_bytes
         if level_bytes < self._from_bytes:
-            self._from_bytes = min(
-                self._from_bytes, level_bytes + self._step_bytes
-            )  # other threads may have let go of much
+            # Other threads may have let go of much.
+            self._from_bytes = min(self._from_bytes, level_bytes + self._step_bytes)
             return False
         idle = [
             node for node in memory.intermediates if not node.locks and all(child.resident for child in node.children)

@@ -132,13 +132,14 @@ class _Builder:
         return Schedule(tuple(steps), position)
 
     def _boundary(self, computes: Sequence[int]) -> int:
-        """Just after the last first compute of a forward op, and the recomputes that renew what is handed over."""
+        """Just after the last first compute of a forward op, and the recomputes that renew what is handed over, views too."""
         firsts = {op: index for index, op in reversed(list(enumerate(computes)))}
         boundary = max((i + 1 for op, i in firsts.items() if self.graph.ops[op].phase is Phase.FORWARD), default=0)
         for index in itertools.count(boundary) if self.released else ():
             if index == len(computes) or self.graph.ops[computes[index]].phase is Phase.BACKWARD:
                 break
-            if not self.handed.isdisjoint(self.owned[computes[index]]):
+            made = (self.storage_of[value] for value in self.graph.ops[computes[index]].outputs)
+            if not self.handed.isdisjoint((*self.owned[computes[index]], *made)):
                 boundary = index + 1
         return boundary
 

@@ -70,7 +70,7 @@ class Auto(Options):
         if solution is not None:
             return solution
         solution = self._searched(problem, portfolio, beaten_ns)
-        proven = optimum is not None and portfolio.floor.bounding and not solution.status.solved
+        proven = optimum is not None and not optimum.found and portfolio.floor.bounding and not solution.status.solved
         return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
 
     def _searched(self, problem: Problem, portfolio: Portfolio, beaten_ns: int | None) -> Solution:

@@ -55,7 +55,7 @@ def smallest_exactly(portfolio: Portfolio) -> Schedule | None:
     """A schedule of the least peak; ``None`` where the graph is too large for the exact search."""
     peak = least_peak(portfolio.exact) if affordable(portfolio.exact) else None
     path = None if peak is None else shortest(portfolio.exact, peak)
-    return None if path is None else portfolio.schedule_of(path.nodes)
+    return portfolio.schedule_of(path.nodes) if path is not None and path.found else None
 
 
 def starting_points(portfolio: Portfolio) -> list[Candidate]:

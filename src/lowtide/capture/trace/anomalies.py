@@ -13,7 +13,8 @@ from lowtide.capture.trace.patches import wrapped
 
 def gradients_unchecked() -> AbstractContextManager[None]:
     """Inside, PyTorch's engine does not read gradients where anomalies are looked for (``torch.autograd.detect_anomaly()``).
-    That they are looked for is told as before. When planned calls run, it reads those that they give it."""
+    That they are looked for is told as before. When planned calls run, it reads those that they give it. PyTorch has one flag
+    for all threads: those of others go unread meanwhile."""
     return wrapped(torch.autograd, "_engine_run_backward", _unchecked)
 
 
@@ -25,6 +26,7 @@ def _unchecked(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         finally:
-            torch.set_anomaly_enabled(True, check_nan=True)
+            if torch.is_anomaly_enabled():  # another thread may have ended it
+                torch.set_anomaly_enabled(True, check_nan=True)
 
     return engine

@@ -27,7 +27,7 @@ from lowtide.solve.model.reach import reach
 from lowtide.solve.model.sweep import sweep
 
 MAX_NODES = MAX_STORAGES = 60  # of graphs that are solved exactly, where that does not take too long
-MAX_STATES = 10_000  # for that: some hundredths of a second
+MAX_STATES = 10_000  # for that: up to some tenths of a second
 _MAX_PEAK_STATES = 4 * MAX_STATES  # for each budget that is tried for the least: what finds it by trying takes seconds
 _EDGES, _COMPARISONS = 15, 2_000  # the most of them, by state
 _NEVER = 1 << 62  # nanoseconds
@@ -76,8 +76,10 @@ def least_peak(model: CompactGraph) -> int | None:
         if path is None:
             return None
         if path.found:
-            codes = encode(model, model.op_of_node[[*path.nodes]].tolist())
-            high = min(middle, sweep(model, codes).peak_bytes // unit)
+            high = middle
+            if not model.overs.size:  # else it depends on the schedule what is written over, and the sweep may see less
+                codes = encode(model, model.op_of_node[[*path.nodes]].tolist())
+                high = min(middle, sweep(model, codes).peak_bytes // unit)
         else:
             low = middle + 1
     return model.fixed_bytes + low * unit
