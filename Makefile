@@ -63,8 +63,8 @@ SANITIZED := build/sanitized
 CONFIGURE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python)
 CHECKED := tests/solve/test_timeline.py tests/solve/test_blocks.py tests/solve/test_greedy.py tests/solve/test_compact.py \
 	tests/solve/test_recombine.py tests/solve/test_bounds.py tests/solve/test_steps.py tests/solve/test_moving.py \
-	tests/solve/test_pofo.py tests/place/test_place.py tests/memory/test_cpu_allocator.py tests/memory/test_arena.py \
-	tests/capture/test_unchanged.py
+	tests/solve/test_pofo.py tests/solve/test_memory_paths.py tests/place/test_place.py tests/memory/test_cpu_allocator.py \
+	tests/memory/test_arena.py tests/capture/test_unchanged.py
 
 sanitize: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(NATIVE_TOOLS)
