@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from lowtide.ir import Costs, Graph, keep_all_schedule, schedule_from_sequence, simulate
@@ -47,11 +45,10 @@ def test_equals_brute_force_on_eight_operators() -> None:
         agrees(seed, 8)
 
 
-@pytest.mark.parametrize("seed", [2050, 3855, 4376, 4422, 18462])
-def test_the_least_peak_where_operators_may_write_over_their_inputs(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "ops"), [(2050, 7), (3855, 9), (4376, 8), (4422, 9), (18462, 8)])
+def test_the_least_peak_where_operators_may_write_over_their_inputs(seed: int, ops: int) -> None:
     """What is written over depends on the schedule; views of what is handed over are formed again before that."""
-    least, most = (6, 16) if seed > 10_000 else (3, 9)
-    graph, costs = overwriting(*small_graph(seed, random.Random(seed).randint(least, most)), seed)
+    graph, costs = overwriting(*small_graph(seed, ops), seed)
     peak, schedule = minimum_peak(graph, costs)
     assert simulate(graph, costs, schedule).peak_bytes == peak
     assert solve(Problem(graph, costs, peak)).status.solved

@@ -67,9 +67,7 @@ class Auto(Options):
             shortest(portfolio.exact, problem.budget_bytes) if self.exact and affordable(portfolio.exact) else None
         )
         solution = None if optimum is None else _exact_answer(problem, portfolio, optimum)
-        if solution is not None:
-            return solution
-        solution = self._searched(problem, portfolio, beaten_ns)
+        solution = solution or self._searched(problem, portfolio, beaten_ns)
         proven = optimum is not None and not optimum.found and portfolio.floor.bounding and not solution.status.solved
         return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
 
@@ -89,17 +87,13 @@ class Auto(Options):
 
 def _exact_answer(problem: Problem, portfolio: Portfolio, optimum: Path) -> Solution | None:
     """``None`` where nothing fits, and the least peak is not found exactly either."""
-    exact = portfolio.floor.bounding
     if optimum.found:
+        exact = portfolio.floor.bounding
         found = Status.OPTIMAL if exact else Status.FEASIBLE
         solution = answer("auto", problem, [portfolio.schedule_of(optimum.nodes)], found=found)
         return solution if exact or not solution.status.solved else _bounded(problem, portfolio, solution)
     lowest = smallest_exactly(portfolio)
-    if lowest is None:
-        return None
-    solution = answer("auto", problem, [lowest])
-    proven = exact and solution.status is Status.UNSOLVED
-    return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
+    return None if lowest is None else answer("auto", problem, [lowest])
 
 
 def _bounded(problem: Problem, portfolio: Portfolio, solution: Solution) -> Solution:

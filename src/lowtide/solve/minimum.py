@@ -33,7 +33,7 @@ _answers: dict[str, Candidate] = {}  # by what was asked, the latest last
 
 def minimum_peak(graph: Graph, costs: Costs, seed: int = 0) -> tuple[int, Schedule]:
     """The smallest peak reached and a schedule that has it; ``auto`` with the same seed reaches it too. Exact for
-    graphs of a few nodes, a search from nested segment checkpointing for others."""
+    graphs of up to some dozen nodes, a search from nested segment checkpointing for others."""
     portfolio = make_portfolio(graph, costs, seed)
     exact = smallest_exactly(portfolio)
     found = exact or portfolio.schedule(lowest(lowest_candidates(portfolio, 0)))

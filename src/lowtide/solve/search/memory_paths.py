@@ -4,10 +4,11 @@ graphs of a few dozen nodes altogether, for ``auto`` and for what searches are m
 A state is (next first compute, live storages, formed views, kept generator states). Edges compute one node. Nothing is
 freed before room is needed: an edge frees a smallest set of storages and states that makes its node fit (no part of it
 would do), and one edge leads out for every such set; another one where the node may write over what it reads, which is gone
-then. What no later compute can read is dropped at once. Complete,
-because a free may always be put off until the compute that needs its room. A state that has no more than another of the
-same frontier which was reached in no more time is dropped. Dijkstra's algorithm on the recompute time, so that only
-states cheaper than the best schedule known are looked at. Compiled: ``native/memory_paths.cpp``.
+then. What no later compute can read is dropped at once. Complete, because a free may always be put off until the compute
+that needs its room. A state that has no more than another of the same frontier which was reached in no more time is dropped.
+The algorithm is A*, on the recompute time and what is left at least: whatever is gone and will be read has to be computed
+again. So only states are looked at that can still be quicker than the best schedule known. Compiled:
+``native/memory_paths.cpp``.
 
 Exact for order-preserving schedules with recomputation anywhere, on the compact model. Exponential in the worst case:
 ``None`` where more than ``states`` are met. The least peak is the smallest budget that has a path, found by halving.
