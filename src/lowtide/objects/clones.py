@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lowtide.objects.walk import fields
+from lowtide.objects.walk import beside, fields
 
 _BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple)  # the last one that fits is of none before
 _lock, _inside = threading.Lock(), 0
@@ -29,6 +29,12 @@ def items_of(node: Any) -> Any:
     if base is None:
         return None
     return dict(base.items(node)) if issubclass(base, dict) else base(base.__iter__(node))
+
+
+def has_more(container: Any) -> bool:
+    """Whether it has attributes beside what it holds. (Results of Transformers' have each item as an attribute, too.)"""
+    held = items_of(container) if isinstance(container, dict) else {}
+    return any(held.get(name, container) is not value for name, value in beside(container).items())
 
 
 def empty(like: Any, items: Any = ()) -> Any:

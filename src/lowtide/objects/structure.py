@@ -1,7 +1,8 @@
 """Nested arguments and results taken apart into tensors, and put together again with the same types.
 
-``torch.utils._pytree`` knows lists, tuples, dictionaries and registered classes. Dataclasses and plain objects that hold
-tensors (key-value caches, say) are handled here, and containers of classes of their own: a copy is made of what they hold.
+``torch.utils._pytree`` knows lists, tuples and dictionaries. Dataclasses and plain objects that hold tensors (key-value caches,
+say) are handled here, and containers of classes of their own: a copy is made of what they hold. So are classes that are registered
+there: their functions need not keep all that an object knows.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from lowtide.objects.clones import copied, empty, fill, items_of
-from lowtide.objects.walk import CLOSED, PLAIN, fields
+from lowtide.objects.clones import copied, empty, fill, has_more, items_of
+from lowtide.objects.walk import CLOSED, CONTAINERS, PLAIN, fields
 
 _PLAIN, _NAMES = frozenset(PLAIN), frozenset((str,))
 Way = tuple[Any, ...]  # keys, indices and names of attributes that lead to something in a tree
@@ -133,7 +134,6 @@ def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: 
     if level is not None:
         leaves, spec = level
         return Nested(spec, tuple([_visit(leaf, tensors, within, bare) for leaf in leaves]))
-    # A class that pytree does not know is looked into only where it holds tensors.
     if _is_bare(node, bare):
         return node
     attributes = {name: _visit(value, tensors, within, bare) for name, value in fields(node).items()}
@@ -320,15 +320,15 @@ def items_in(node: Any) -> Iterable[Any]:
 
 
 def _level(node: Any) -> tuple[Iterable[Any], pytree.TreeSpec] | None:
-    """The children of a container, itself among them, perhaps; ``None`` for what pytree does not know. ``tree_flatten`` leaves
-    a reference cycle behind, which must not hold the tensors: so it is the first one asked for that is no leaf."""
+    """The children of a container, itself among them, perhaps; ``None`` for what is none, or has more to it. ``tree_flatten``
+    leaves a reference cycle behind, which must not hold the tensors: so it is the first one asked for that is no leaf."""
     kind: Any = type(node)
     if kind is tuple or kind is list:
         return node, _spec(kind, len(node))
     if kind is dict and _NAMES.issuperset(map(type, node)):
         return node.values(), _spec(dict, tuple(node))
     is_leaf: Any = getattr(pytree, "tree_is_leaf", None) or pytree._is_leaf
-    if is_leaf(node):
+    if not isinstance(node, CONTAINERS) or is_leaf(node) or has_more(node):
         return None
     answers = iter((False,))
     return pytree.tree_flatten(node, is_leaf=lambda _: next(answers, True))
