@@ -332,7 +332,7 @@ def _with_more(model: Any, h: torch.Tensor) -> torch.Tensor:
     return _slices(model, h)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_other_gradients_with_tensors_that_are_not_read(compiler: str) -> None:
     """Another program for the same call has its inputs in its own order."""
 

@@ -199,7 +199,7 @@ def _overwriting(program: Program) -> list[Op]:
     return [op for op in program.graph.ops if op.overwrites and isinstance(program.calls[op.id].target, Kernel)]
 
 
-@pytest.mark.parametrize("make", [_Feed, _Gated, _Heads])
+@pytest.mark.parametrize("make", [_Feed, *(pytest.param(one, marks=pytest.mark.slow) for one in (_Gated, _Heads))])
 def test_kernels_write_over_what_dies(make: type[nn.Module]) -> None:
     program = fuse(capture(make(), (torch.randn(512, 256),)).program)
     ops = _overwriting(program)
