@@ -130,6 +130,15 @@ def _nested(blocks: nn.ModuleList, inputs: dict[str, Any], targets: list[dict[st
     return torch.stack([(one["found"] - one["x"]).square().mean() for one in targets[:-1]]).sum()
 
 
+def _counted(blocks: nn.ModuleList, batch: dict[str, Any]) -> torch.Tensor:
+    """Numbers and flags are others afterwards, and one item is the last one."""
+    batch["calls"] += 1
+    batch["mean"] = 0.9 * batch["mean"] + 0.1 * batch["x"].mean().item()
+    batch["done"], batch["name"] = not batch["done"], batch.pop("name") + "!"
+    loss: torch.Tensor = blocks[0](batch["x"]).square().mean() * batch["calls"]
+    return loss
+
+
 def _nothing_returned(blocks: nn.ModuleList, *, state: OrderedDict[str, Any]) -> None:
     state["x"] = blocks[1](blocks[0](state["x"]))
 
@@ -146,6 +155,7 @@ _CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[tuple[Any, ...], 
     "nested": (_nested, lambda: (({"x": _x()}, [{"x": _x(1)}, {"x": _x(2)}]), {}), lambda r, a: r),
     "names": (_of_object, lambda: ((_Names(x=_x()),), {}), lambda r, a: r[1][1].x.square().mean()),
     "row": (_appended, lambda: ((_x(), _Row((_x(1),))), {}), lambda r, a: r + a[1][2].mean()),
+    "counted": (_counted, lambda: (({"name": "a", "x": _x(), "calls": 1, "mean": 0.5, "done": False},), {}), lambda r, a: r),
     "keyword": (_nothing_returned, lambda: ((), {"state": OrderedDict(x=_x())}), lambda r, a: a[0]["x"].square().mean()),
 }  # fmt: skip
 
@@ -201,11 +211,6 @@ def test_arguments_hold_what_eager_leaves_there(case: str, prepared: bool) -> No
     assert runtime.ran == 3
 
 
-def _counted(blocks: nn.ModuleList, batch: dict[str, Any]) -> torch.Tensor:
-    batch["calls"] += 1
-    return blocks[0](batch["x"]).square().mean() * batch["calls"]  # type: ignore[no-any-return]
-
-
 def _by_both_names(blocks: nn.ModuleList, one: dict[str, Any], other: dict[str, Any]) -> torch.Tensor:
     one["y"] = blocks[0](one["x"])
     return (other["y"] * 2 if "y" in other else one["y"]).square().mean()  # type: ignore[no-any-return]
@@ -222,16 +227,46 @@ def _twice() -> tuple[Any, ...]:
     return batch, batch
 
 
+class _Calls:
+    def __init__(self) -> None:
+        self.x, self.calls, self.mean, self.odd = _x(), 0, 0.5, False
+
+
+def _count_on(blocks: nn.ModuleList, state: _Calls) -> torch.Tensor:
+    state.calls += 1
+    state.odd = state.calls % 2 == 1
+    y: torch.Tensor = blocks[0](state.x)
+    state.mean = 0.9 * state.mean + 0.1 * y.detach().mean().item()
+    return y.square().mean() * (2 if state.odd else 3)
+
+
+def test_a_state_that_goes_from_call_to_call() -> None:
+    torch.manual_seed(0)
+    plain = _Written(_count_on)
+    model = copy.deepcopy(plain)
+    states = [_Calls(), _Calls()]
+    lowtide.rematerialize(model, budget="80%", planner="greedy", on_capture_error="error")
+    for number in range(8):
+        found = []
+        for each, state in zip((plain, model), states, strict=True):
+            torch.manual_seed(number)
+            each.zero_grad()
+            each(state).backward()
+            found.append([_told(vars(state), {}), *(_told(p.grad, {}) for p in each.blocks[0].parameters())])
+        assert found[0] == found[1]
+    runtime = runtime_of(model)
+    assert runtime is not None and runtime.parts is None
+
+
 @pytest.mark.parametrize(
     ("forward_of", "batch"),
     [
-        (_counted, lambda: ({"x": _x(), "calls": 0},)),
         (_by_both_names, _twice),
         (_kept_elsewhere, lambda: ({"x": _x()},)),
     ],
 )
 def test_what_no_program_writes(forward_of: Callable[..., Any], batch: Callable[[], tuple[Any, ...]]) -> None:
-    """Numbers that are counted on, one dictionary twice, and what the model keeps as well."""
+    """One dictionary twice, and what the model keeps as well."""
     torch.manual_seed(0)
     plain = _Written(forward_of)
     model = copy.deepcopy(plain)

@@ -1,12 +1,13 @@
 """What a forward pass writes into dictionaries, lists and objects among its arguments, as code does that hands a batch on from
 module to module (``batch["features"] = self.encoder(batch["image"])``): planned calls write the same into those they are given.
 
-A trace is given copies of them. What it leaves there is taken out again, and becomes a result. What it replaces plain values
-by, numbers that it counts say, is left for ``external_effects`` to refuse.
+A trace is given copies of them. What it leaves there is taken out again, and becomes a result: plain values as well, which
+follow from those among the arguments, and from what else the program is made for.
 """
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,7 +93,7 @@ class ArgumentWrites:
         result, written = _with_slots(result, slots), {write.number for write, _ in found}
         changed = {id(self._holders[number]) for number in written}
         elsewhere = reachable([values, result, *map(own_attributes, model.modules())], _may_hold)  # unseen by observers
-        if any(id(one) in changed for one in elsewhere) or not all(self._is_known(*one) for one in found):
+        if any(id(one) in changed for one in elsewhere) or not all(isinstance(write.key, PLAIN) for write, _ in found):
             return result
         for number in written:
             _put_back(self._holders[number], self._before[number])
@@ -106,17 +107,20 @@ class ArgumentWrites:
                     yield ArgumentWrite(number, None), tuple(holder)
                 continue
             now = _items(holder)
-            yield from ((ArgumentWrite(number, key, removed=True), None) for key in before if key not in now)
+            moved = _moved(before, now)
+            yield from (
+                (ArgumentWrite(number, key, removed=True), None) for key in before if key not in now or key in moved
+            )
             for key, value in now.items():
-                if before.get(key, ABSENT) is not value:
+                if before.get(key, ABSENT) is not value or key in moved:
                     yield ArgumentWrite(number, key), value
 
-    def _is_known(self, write: ArgumentWrite, value: Any) -> bool:
-        """Whether every call does the same: a plain value instead of another one may be what was counted."""
-        if write.key is None:
-            return True
-        before = self._before[write.number].get(write.key, ABSENT)
-        return isinstance(write.key, PLAIN) and (write.removed or before is ABSENT or not isinstance(value, PLAIN))
+
+def _moved(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> set[Any]:
+    """The keys from the first one on that is not where it was, as where an item is taken out and put in again."""
+    stayed = [key for key in before if key in now]
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], zip(stayed, now, strict=False)))
+    return set() if same == len(stayed) else {*itertools.islice(now, same, None)}
 
 
 def _is_as_before(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
