@@ -188,7 +188,8 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     fakes = fakes_of(mode, call.state.tensors, (*call.tensors, *held), known.unknown)
     taken: list[Taken] = []
     recorder.taken, recorder.moved = taken if known.scalars else None, known.moved
-    read = TensorNumbers(known.items, recorder.taken if call.sizes is None else None, known.moved, known.converting)
+    taking = recorder.taken if call.sizes is None else None
+    read = TensorNumbers(known.items, taking, known.moved, known.converting, known.clocks)
     numbers = Numbers(known.numbers.values(), known.scalars, known.moved, known.computed, taken, read.converted)
     traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, read, mode.expectations)
     outside: list[Read] = []
@@ -216,8 +217,8 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             return learned
         if effects is None and (traced.run.changes or traced.run.rewired or outside):
             places, left = [one.place for one in traced.compared()], traced.run.changes.tensors
-            converting = known.converting if read else None
-            effects = rehearse(call, held, traced.reads, outside, places, left, known.expected, converting)
+            numbers_read = read if read else None
+            effects = rehearse(call, held, traced.reads, outside, places, left, known.expected, numbers_read)
             if known.unknown and not {*left} <= {one.place for one in effects.tensors}:
                 return known.without_numbers_read(None)  # it leaves numbers that the rehearsal knew
             if effects.tensors or effects.carried:
@@ -239,14 +240,14 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         if read.asking is not None and can_follow(read.asking):
             return replace(known, effects=effects, converting=(*known.converting, read.asking))
         if read.misused:
-            return known.without_numbers_read(effects)
+            return known.without_numbers_read(effects, read.clocked)
         learned = _learned_of_numbers(known, traced, error)
         if learned is not None:
             return learned
         if recorder.used_otherwise(failed=True, or_unknown=True):
             return replace(known, effects=effects)
-        if known.unknown:
-            return known.without_numbers_read(effects)
+        if known.unknown or read.clocked:
+            return known.without_numbers_read(effects, read.clocked)
         if isinstance(error, LowtideError):
             raise
         raise capture_error(error) from error
@@ -258,7 +259,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     if recorder.used_otherwise(failed=False):
         return replace(known, effects=effects)
     if read.misused:
-        return known.without_numbers_read(effects)
+        return known.without_numbers_read(effects, read.clocked)
     read.begin()  # what is kept of its numbers keeps nothing of the trace
     return _Trace(module, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws, known)
 

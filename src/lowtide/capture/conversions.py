@@ -11,15 +11,16 @@ import contextlib
 import dis
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.capture.clocks import clocks_followed
 from lowtide.capture.parsed import followed_by_functions
-from lowtide.capture.python_state.code.beside import code_of
+from lowtide.capture.python_state.code.beside import Code, code_of
 from lowtide.capture.python_state.code.code_names import codes, functions_of, is_trusted_module
 from lowtide.capture.python_state.guards.compared import StandIn
 from lowtide.capture.read_numbers import TensorNumbers, Variables
@@ -77,14 +78,16 @@ def _tells_apart(code: types.CodeType) -> bool:
 
 
 @contextlib.contextmanager
-def followed(numbers: TensorNumbers) -> Iterator[None]:
-    """Inside, code that may convert numbers of tensors converts them to what they are."""
+def followed(code: Code, numbers: TensorNumbers) -> Iterator[None]:
+    """Inside, functions that the model's ``code`` has take stand-ins, clocks answer by some, and what may convert numbers of
+    tensors converts them to what they are."""
     names = {"numbers": numbers, "thread": get_ident(), STANDS_FOR: ABSENT}
     stands = {kind.__name__: _Converting(kind.__name__, (), {**names, "original": kind}) for kind in _KINDS}
     for variables in numbers.converting:
         variables.update(stands)
     try:
-        yield
+        with followed_by_functions(code), clocks_followed(code, numbers):
+            yield
     finally:
         for variables in numbers.converting:
             for name in stands:
@@ -92,10 +95,10 @@ def followed(numbers: TensorNumbers) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def numbers_read(model: nn.Module, converting: Sequence[Variables]) -> Iterator[None]:
+def numbers_read(model: nn.Module, like: TensorNumbers) -> Iterator[None]:
     """Inside, a model that runs on fake tensors, and is not traced, reads numbers of them as in a trace."""
-    reading = _Reading(TensorNumbers(True, [], False, converting))
-    with followed_by_functions(code_of(model)), followed(reading.numbers), reading:
+    reading = _Reading(TensorNumbers(True, [], False, like.converting, like.clocks))
+    with followed(code_of(model), reading.numbers), reading:
         yield
 
 

@@ -31,7 +31,7 @@ class Known:
     it compares these first, if it does (``bounds``): where they compare otherwise, it may do no more than that, which is
     ``tried`` once.
     ``scalars``: whether numbers that operators take may be inputs of the program; ``moved``: operators are given others;
-    ``items``: whether there may be numbers of tensors that the pass has computed, and
+    ``items``: whether there may be numbers of tensors that the pass has computed, of ``clocks`` as well, and
     ``converting``: variables of modules whose code asks for these by ``float`` or ``int``.
     ``unknown``: flat inputs with other whole numbers in each call, of which a number that code reads is one that the pass has
     computed; ``asked``: those with which it does more.
@@ -50,6 +50,7 @@ class Known:
     scalars: bool = True
     moved: bool = False
     items: bool = True
+    clocks: bool = True
     converting: tuple[Variables, ...] = ()
     unknown: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()
@@ -71,8 +72,11 @@ class Known:
         known = Known.of(captured)
         return replace(known, effects=None, follow=known.attributes, recorder=None)
 
-    def without_numbers_read(self, effects: Effects | None) -> Known:
-        """The next thing to try where more is done with numbers that are read of tensors than is known."""
+    def without_numbers_read(self, effects: Effects | None, clocked: bool = False) -> Known:
+        """The next thing to try where more is done with numbers that are read of tensors than is known. ``clocked``: some are
+        those of clocks."""
+        if clocked:
+            return replace(self, effects=effects, clocks=False)
         return replace(self, effects=effects, items=self.items and bool(self.unknown), unknown=frozenset())
 
     def with_changes(self, conditions: Conditions, model: nn.Module, unknown: frozenset[int]) -> Known:

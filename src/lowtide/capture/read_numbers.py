@@ -39,10 +39,19 @@ _EXACT_OF_WHOLE = {operator.mod, operator.floordiv}  # by a positive one
 class TensorNumbers:
     """Of one trace. ``allowed``: whether there may be any; ``taken``: what operators took of all numbers, or ``None`` where
     they may take none of tensors; ``moved``: whether they are given others; ``converting``: variables of the modules whose code
-    may convert them, and ``asking`` those of another one whose code would."""
+    may convert them, and ``asking`` those of another one whose code would; ``clocks``: whether clocks may make some, and
+    ``clocked`` whether any has."""
 
-    def __init__(self, allowed: bool, taken: list[Taken] | None, moved: bool, converting: Sequence[Variables]) -> None:
+    def __init__(
+        self,
+        allowed: bool,
+        taken: list[Taken] | None,
+        moved: bool,
+        converting: Sequence[Variables],
+        clocks: bool = False,
+    ) -> None:
         self.allowed, self.moved, self.converting = allowed, moved, converting
+        self.clocks, self.clocked = clocks, False
         self.asking: Variables | None = None
         self._taken = taken
         self._read: list[Comparisons] = []
@@ -98,12 +107,22 @@ class TensorNumbers:
 
     def item(self, tensor: Any) -> StandIn | None:
         """What stands for the number of a traced tensor; ``None`` where that is known, no number at all, or one of too many."""
-        if not self.allowed or not _is_unknown(tensor):
-            return None
-        if len(self._read) == _MOST:
-            self._read[0].used_otherwise = True
+        if not self.allowed or not _is_unknown(tensor) or self._are_too_many():
             return None
         return self._of(tensor)
+
+    def clock(self, ask: Callable[[], torch.Tensor]) -> StandIn | None:
+        """What stands for the number that a clock says; ``None`` where that is to be the number itself."""
+        if not (self.allowed and self.clocks) or self._are_too_many():
+            return None
+        self.clocked = True
+        return self._of(ask())
+
+    def _are_too_many(self) -> bool:
+        if len(self._read) < _MOST:
+            return False
+        self._read[0].used_otherwise = True
+        return True
 
     def _of(self, tensor: torch.Tensor) -> StandIn:
         place = len(self._read)

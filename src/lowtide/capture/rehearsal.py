@@ -30,6 +30,7 @@ from lowtide.capture.python_state.guards.counters import Readers
 from lowtide.capture.python_state.guards.external_effects import WHAT_TO_DO, ExternalEffects, hooks_in
 from lowtide.capture.python_state.guards.reads import Place, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, tensors_in, texts, value_at
+from lowtide.capture.read_numbers import TensorNumbers
 from lowtide.capture.trace.classes import mark_parameters
 from lowtide.capture.trace.fake import AnsweringFakeMode
 from lowtide.capture.trace.fake_inputs import fakes_of
@@ -75,12 +76,12 @@ def rehearse(
     compared: Collection[AttributePath] = (),
     left: Collection[AttributePath] = (),
     expected: Sequence[bool | None] | None = (),
-    converting: Sequence[dict[str, Any]] | None = None,
+    read: TensorNumbers | None = None,
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``reads``: what its code reads, and of that
     ``outside`` what each call changes outside of the model; ``compared``: attributes that are only compared, and that planned
-    calls count on, or set, too; ``left``: those that it leaves tensors in, as far as is known; ``converting``: of ``Known``,
-    where it reads numbers of tensors that it has computed. Raises ``CaptureError`` where calls do not settle, see
+    calls count on, or set, too; ``left``: those that it leaves tensors in, as far as is known; ``read``: how it reads numbers
+    of tensors that it has computed, if it does. Raises ``CaptureError`` where calls do not settle, see
     ``effects.attribute_effects``."""
     model, state, tensors = traced.model, traced.state, traced.tensors
     mode = AnsweringFakeMode(expected=expected, rehearses=True)
@@ -102,7 +103,7 @@ def rehearse(
         args, kwargs = rebuilt(traced.arguments, wholes[: len(state.tensors)], inputs, lambda one: one.value)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         mode.expectations.begin()
-        reading = numbers_read(clone, converting) if converting is not None else contextlib.nullcontext()
+        reading = numbers_read(clone, read) if read is not None else contextlib.nullcontext()
         with as_traced(), untouched(), traced.caches.without_fakes(), traced.classes, outer, mode, reading:
             with called, numbers_left.noticed():
                 result = clone.forward(*args, **kwargs)

@@ -22,7 +22,6 @@ from lowtide.capture.conversions import followed
 from lowtide.capture.copies import copy_without_data
 from lowtide.capture.gradient_mask import fits, guess_mask
 from lowtide.capture.model_state import State
-from lowtide.capture.parsed import followed_by_functions
 from lowtide.capture.python_state.code import late, process
 from lowtide.capture.python_state.code.beside import code_of
 from lowtide.capture.python_state.effects import attribute_effects, backward_effects, random_numbers
@@ -311,8 +310,7 @@ class TracedModel:
         code = code_of(model)
         with (
             self.recorder(code, self.latest_reads.contents),
-            followed_by_functions(code),
-            followed(self.read),
+            followed(code, self.read),
             ExternalEffects(model, (*args, *kwargs.values()), constant) as reached,
             random_numbers.none_by(model, reached.generators),
             observer.watching(),

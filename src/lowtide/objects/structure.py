@@ -1,8 +1,8 @@
 """Nested arguments and results taken apart into tensors, and put together again with the same types.
 
 ``torch.utils._pytree`` knows lists, tuples and dictionaries. Dataclasses and plain objects that hold tensors (key-value caches,
-say) are handled here, and containers of classes of their own: a copy is made of what they hold. So are classes that are registered
-there: their functions need not keep all that an object knows.
+say) are handled here, and containers of classes of their own: a copy is made of what they hold. So are classes that are
+registered there: their functions need not keep all that an object knows.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from lowtide.capture.python_state.guards.reach import Reach
 from lowtide.capture.trace.sizes import hint, hints
 from lowtide.errors import CaptureError
 from lowtide.program import foreign, generators
+from lowtide.program.clocks import ASK
 from lowtide.program.layouts import span_elements
 
 _LOG = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class Nature:
 def nature(node: fx.Node, module: fx.GraphModule) -> Nature:
     """Of the foreign operator that a node calls. Raises ``CaptureError`` where its registration is wrong."""
     target: Any = node.target
+    if target is ASK:
+        return Nature(effect="asks a clock")
     if foreign.declares_effect(target):
         return Nature(effect="declares that it has an effect")
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: _value(each, module))

@@ -1,0 +1,32 @@
+"""What a clock of Python's says, as the result of an operator: planned calls ask it where eager does."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "lowtide_clocks"
+NAMES = (
+    "time",
+    "monotonic",
+    "perf_counter",
+    "process_time",
+    "thread_time",
+)  # and what ends in ``_ns``, in whole numbers
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("ask(str name) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.int64 if name.endswith("_ns") else torch.float64
+
+
+def _ask(name: str) -> Tensor:
+    return torch.tensor(getattr(time, name)(), dtype=_dtype(name))
+
+
+_LIBRARY.impl("ask", _ask, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake(f"{NAMESPACE}::ask", lambda name: torch.empty((), dtype=_dtype(name)), lib=_LIBRARY)
+ASK = torch.ops.lowtide_clocks.ask.default
