@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from lowtide import pipeline
+from lowtide.budget import is_number
+from lowtide.capture.arguments import require_call
 from lowtide.capture.copies import planned_forward
 from lowtide.capture.model_state import model_state
 from lowtide.capture.refusals import require_module
@@ -91,6 +93,7 @@ def rematerialize(
             With more than one, a plan stays as it is made: ``planning`` waits, and there are no parts and no ``rescue``.
     """
     _require_plannable(model)
+    require_call(args, kwargs)
     if in_flight != 1:  # what changes a plan knows nothing of the other calls
         planning, rescue = planning or "wait", False
         on_capture_error = "error" if on_capture_error == "parts" else on_capture_error
@@ -252,9 +255,12 @@ def wait(model: nn.Module, seconds: float | None = None) -> bool:
     """Wait until the searches for better plans for ``model`` have ended, at most so many ``seconds``; whether they have.
 
     What they found is in force afterwards, see ``plans`` and ``Plan.history``. Raises ``PlanError`` for a model that is not
-    rematerialized.
+    rematerialized, and for ``seconds`` that are no number.
     """
-    return _planned(model).wait(seconds)
+    planned = _planned(model)
+    if seconds is not None and not is_number(seconds):
+        raise PlanError(f"seconds is {seconds!r}, but is a number, such as 5.0, or None.")
+    return planned.wait(seconds)
 
 
 def plan(

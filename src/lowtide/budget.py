@@ -86,6 +86,11 @@ def is_amount(value: object) -> bool:
     return _is_real(value) and float(value) >= 0
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a number, and none that compares with nothing."""
+    return _is_real(value) and float(value) == float(value)
+
+
 def _is_real(value: object) -> TypeGuard[float]:
     """Whether ``value`` is a number, Python's or NumPy's."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -172,6 +172,7 @@ def test_devices_without_budgets(device: str, message: str) -> None:
         ({"warn_above": -1}, "warn_above is -1"),
         ({"seed": "a"}, "seed is 'a', but must be an integer"),
         ({"heuristic": ["lru"]}, "no heuristic is named"),
+        ({"record": 3}, "record is 3, but names a file"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

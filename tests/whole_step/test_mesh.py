@@ -154,6 +154,9 @@ def test_blocks() -> None:
         ("replicate=2", {}, "give dp= too"),
         ("dp=2", {"link": "string"}, "known are"),
         ("dp=2", {"link": "tp=nvlink"}, "the mesh has dp"),
+        ("dp=2", {"link": 3}, "link 3 is not understood"),
+        ("pp=2", {"stage": "0", "micro_batches": 2}, "stage '0' is none of pp=2"),
+        ("pp=2", {"stage": 0, "micro_batches": "2"}, "1 micro-batch or more, not '2'"),
     ],
 )
 def test_what_makes_no_sense(mesh: str, options: dict[str, Any], words: str) -> None:

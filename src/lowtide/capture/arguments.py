@@ -6,6 +6,7 @@ the model's own among the arguments is that one.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -26,17 +27,28 @@ _COMPILERS = frozenset({  # what Dynamo puts on tensors that it is told to treat
 })  # fmt: skip
 
 
+def require_call(args: object, kwargs: object) -> None:
+    """Raises ``PlanError`` where these are not all positional and all keyword arguments of a call: one tensor, or a budget."""
+    meant = ""
+    for given in (args, kwargs):
+        if isinstance(given, str | numbers.Real):
+            meant = f" A budget is given by its name: budget={given!r}."
+    if isinstance(args, (torch.Tensor, str)) or not isinstance(args, Sequence):
+        kind = type(args).__name__
+        raise PlanError(
+            f"args is a {kind}, but stands for all positional arguments of the model: give a tuple, say (x,).{meant}"
+        )
+    if not isinstance(kwargs, Mapping | None):
+        kind = type(kwargs).__name__
+        raise PlanError(f"kwargs is a {kind}, not a dictionary of the model's keyword arguments.{meant}")
+
+
 def flat_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, state: Sequence[torch.Tensor] = ()
 ) -> tuple[list[torch.Tensor], Any]:
     """The call's distinct tensors beside those of the model's ``state``, of distributed ones the forms; and the structure that
     ``rebuilt`` takes."""
-    if isinstance(args, (torch.Tensor, str)) or not isinstance(args, Sequence):
-        raise PlanError(
-            f"args is a {type(args).__name__}, but stands for all positional arguments of the model: give a tuple, say (x,)."
-        )
-    if not isinstance(kwargs, Mapping | None):
-        raise PlanError(f"kwargs is a {type(kwargs).__name__}, not a dictionary of the model's keyword arguments.")
+    require_call(args, kwargs)
     call = tuple(args), dict(kwargs or {})
     found, arguments = _flat((call, ()), state)
     attributes = [put_on(tensor) for tensor in found]

@@ -102,6 +102,8 @@ class online:
             raise PlanError(f"no heuristic is named {heuristic!r}; known: {', '.join(HEURISTICS)}.")
         if policy not in POLICIES:
             raise PlanError(f"no policy is named {policy!r}; known: {', '.join(POLICIES)}.")
+        if not isinstance(record, str | os.PathLike | None):
+            raise PlanError(f"record is {record!r}, but names a file, such as 'run.trace.gz'.")
         if not is_amount(warn_above):
             raise PlanError(f"warn_above is {warn_above!r}, but is a multiple of the program's own time, such as 2.0.")
         check_seed(seed)

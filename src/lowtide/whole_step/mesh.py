@@ -53,6 +53,10 @@ def parse_mesh(text: str) -> dict[str, int]:
 def parse_links(text: str | None, sizes: Mapping[str, int], device: str) -> dict[str, Link]:
     """``"nvlink"``, or ``"tp=nvlink,dp=infiniband-ndr"``: the link of each dimension, by default the device's own. A name may
     be that of a family, of which the device's own is taken, or else the first of the table. Raises ``PlanError``."""
+    if not isinstance(text, str | None):
+        raise PlanError(
+            f'link {text!r} is not understood: give a name, or one for each dimension, "tp=nvlink,dp=pcie5".'
+        )
     own = get_device(device).ranks
     found = dict.fromkeys(sizes, get_link(own))
     for part in (text or "").split(",") if text else []:

@@ -7,6 +7,7 @@ there are stages from it to the last, then one backward and one forward in turn.
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,11 +89,15 @@ def stage_of(sizes: Mapping[str, int], number: int | None, micro_batches: int | 
         raise PlanError('a stage and micro-batches are those of a pipeline; give a mesh with pp=, such as "pp=4,dp=8".')
     if micro_batches is None:
         raise PlanError("a mesh with pp= runs micro-batches; give their number (micro_batches=, --micro-batches).")
-    if micro_batches < 1:
-        raise PlanError(f"a pipeline runs 1 micro-batch or more, not {micro_batches}.")
-    if number is None or not 0 <= number < sizes["pp"]:
-        raise PlanError(f"stage {number} is none of pp={sizes['pp']}, whose stages are 0 to {sizes['pp'] - 1}.")
+    if not _whole(micro_batches) or micro_batches < 1:
+        raise PlanError(f"a pipeline runs 1 micro-batch or more, not {micro_batches!r}.")
+    if number is None or not _whole(number) or not 0 <= number < sizes["pp"]:
+        raise PlanError(f"stage {number!r} is none of pp={sizes['pp']}, whose stages are 0 to {sizes['pp'] - 1}.")
     return Stage(number, sizes["pp"], micro_batches)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _planned(member: Member, share: Share, **options: Any) -> Plan:
