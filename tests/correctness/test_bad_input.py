@@ -316,6 +316,12 @@ def test_sample_that_is_no_tuple(entry: Any) -> None:
         entry(make(_network), (), [torch.randn(2, 32)], budget="70%")
 
 
+@pytest.mark.parametrize("given", [("60%",), (0.6,), ((), "60%")])
+def test_a_budget_without_its_name(given: tuple[Any, ...]) -> None:
+    with pytest.raises(lowtide.PlanError, match=rf"^k?w?args is a (str|float).* by its name: budget={given[-1]!r}"):
+        lowtide.rematerialize(make(_network), *given)
+
+
 def test_call_that_does_not_fit_raises_what_eager_raises() -> None:
     model = prepared(_network, rows(), "70%")
     for wrong in ((torch.randn(3, 7),), (), (torch.randn(2, 32), 1)):
@@ -423,3 +429,11 @@ def test_a_model_that_is_compiled_in_place_is_refused() -> None:
     model.compile(backend="eager")
     with pytest.raises(lowtide.PlanError, match=r"module\.compile\(\) has compiled the model in place"):
         lowtide.rematerialize(model, budget="50%")
+
+
+def test_a_sample_of_another_type_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Whose operators cannot be run by themselves."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
+    lowtide.rematerialize(model, (torch.zeros(512, 64, dtype=torch.double),), budget="60%")
+    said = [record.message for record in caplog.records if "its cost is estimated" in record.message]
+    assert len(said) == len({*said})

@@ -53,6 +53,7 @@ _NOT_RUN = (TANGENT_TARGET, EXPECT_TARGET, *STATE_TARGETS)  # what states take t
 # What operators take, by signature; ``None``: they cannot be run by themselves.
 _BYTES: dict[str, OperatorCost | None] = {}
 _MOST_KNOWN = 1 << 14  # of these
+_SAID: set[str] = set()  # why operators could not be run
 _ARGUMENT = -1  # output group of what lives in an argument's storage
 _CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError)  # raised of tensors that an operator is not made for
 
@@ -70,7 +71,9 @@ def measure_costs(
     ops = [op.id for op in program.graph.ops if op.target not in _NOT_RUN and op.id not in apart]
     records, failed = measure_operators(program, ops, cache=cache, on_progress=on_progress)
     for reason in dict.fromkeys(reason for reason in failed.values() if reason):
-        _LOG.warning("%s; its cost is estimated", reason)
+        if reason not in _SAID and len(_SAID) < _MOST_KNOWN:  # a plan may take the costs of several forms of a program
+            _SAID.add(reason)
+            _LOG.warning("%s; its cost is estimated", reason)
     time_ns, workspace = ([0] * len(program.graph.ops) for _ in range(2))
     real, device = storage_bytes(program), program_device(program)
     rates = device_of(device)
