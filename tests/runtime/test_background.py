@@ -185,6 +185,24 @@ def test_a_process_that_ends_while_a_plan_is_prepared_ends_well() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_an_interrupt_while_a_search_is_ended_is_not_shown() -> None:
+    code = (
+        "import os, signal, threading, time; from tests.runtime.test_background import _long_searched, _searching\n"
+        "began, model = threading.Event(), _long_searched()\n"
+        "def prepare(plan):\n"
+        "    began.set()\n"
+        "    time.sleep(1)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(0.5)\n"
+        "_searching(model)._listener.prepare = prepare\n"
+        "assert began.wait(60)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "KeyboardInterrupt" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -274,6 +292,10 @@ def test_arguments() -> None:
         _prepared(planning="background", compiler="inductor")
     with pytest.raises(lowtide.PlanError, match="not rematerialized"):
         lowtide.wait(make(_network))
+    planned = lowtide.rematerialize(make(_network), budget="60%")
+    for seconds in ("5", float("nan")):
+        with pytest.raises(lowtide.PlanError, match="seconds is"):
+            lowtide.wait(planned, seconds)  # type: ignore[arg-type]
 
 
 def test_plans_on_the_way_are_few_and_better(monkeypatch: pytest.MonkeyPatch) -> None:

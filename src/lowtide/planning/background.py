@@ -8,17 +8,19 @@ every plan is checked and simulated again here, on the program at hand.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, Generic, TypeVar
 
@@ -188,7 +190,22 @@ def _end(listener: _Listener[Any], owner: int) -> None:
 @atexit.register
 def _end_all() -> None:
     """Wait for what threads prepare: one that comes back from PyTorch when Python is no more would abort the process."""
-    for listener in list(_LISTENING):
-        if listener.thread.is_alive():
+    alive = [listener for listener in list(_LISTENING) if listener.thread.is_alive()]
+    with _uninterrupted() if alive else contextlib.nullcontext():
+        for listener in alive:
             _end(listener, os.getpid())
             listener.thread.join()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Inside, Ctrl-C does nothing: who presses it again while the process ends would be shown where that was."""
+    former = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if former is None:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
