@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -75,6 +77,22 @@ def as_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         return expected, said, summary
 
     return compared
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed", "bad", "plain.py"], "argument --seed: 'bad' is not a whole number"),
+        (["--compiler", "best", "plain.py"], "invalid choice: 'best'"),
+    ],
+)
+def test_bad_options_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lowtide: ")
+    assert message in line
 
 
 def _model(summary: dict[str, Any], name: str) -> dict[str, Any]:
@@ -438,6 +456,43 @@ def test_advice_is_on_what_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.findall(r"^(.*): where memory goes", printed, re.MULTILINE) == ["Lazy", "Probed"]
     for predicted, measured in re.findall(r"backward pass +([\d.]+) KiB predicted, ([\d.]+) KiB measured", printed):
         assert float(predicted) == pytest.approx(float(measured), rel=0.2)  # a loss is outside of them
+
+
+def test_a_loss_outside_of_the_model_is_told_of(tmp_path: Path) -> None:
+    """Room for it, as the table asks for, keeps the passes within the budget."""
+    script = tmp_path / "outside.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "wide = [nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(4)]\n"
+        "model = nn.Sequential(*wide, nn.Linear(32, 1024))\n"
+        "for _ in range(3):\n"
+        "    rows = torch.ones(512, 32)\n"
+        "    nn.functional.cross_entropy(model(rows), torch.zeros(512, dtype=torch.long)).backward()\n"
+    )
+    command = [sys.executable, "-m", "lowtide", "run", "--budget", "7MiB"]
+    run = functools.partial(subprocess.run, capture_output=True, text=True, env=os.environ, timeout=300)
+    said = run([*command, str(script)]).stderr
+    found = re.search(r"Sequential: passes took .* more than the budget.* leave room with --reserve (\S+)", said)
+    assert found is not None, said
+    assert "--reserve" not in run([*command, "--reserve", found[1], str(script)]).stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_interrupted_again_while_it_ends(tmp_path: Path) -> None:
+    """What follows the script's own traceback is the summary, and no traceback of the interpreter's end."""
+    script = tmp_path / "ends_late.py"
+    script.write_text(
+        "import atexit, os, signal, time\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT) or time.sleep(60))\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    words = [sys.executable, "-m", "lowtide", "run", str(script)]
+    ended = subprocess.run(words, capture_output=True, text=True, env=os.environ, timeout=300, check=False)
+    assert ended.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert ended.stderr.count("Traceback") == 1
+    assert "Exception ignored" not in ended.stderr
 
 
 def test_as_a_command(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from lowtide.cli import advise, compare, demo, env, fits, max_batch, place, plan, planners, report, run, solve, trace
 from lowtide.errors import InfeasibleBudgetError, LowtideError, OnlineBudgetError, ScheduleError
@@ -37,8 +40,15 @@ _COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all errors are said."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_CODES[LowtideError], f'lowtide: {message}; see "{self.prog} --help".\n')
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lowtide", description="Train PyTorch models inside a memory budget.")
+    parser = _Parser(prog="lowtide", description="Train PyTorch models inside a memory budget.")
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command, summary in _COMMANDS.items():
@@ -59,12 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
         _flush()
-        return code
+        return _interrupted() if code == INTERRUPTED else code
     except LowtideError as error:
         print(f"lowtide: {error}", file=sys.stderr)
         return next(code for kind, code in _CODES.items() if isinstance(error, kind))
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return _interrupted()
     except BrokenPipeError:  # the reader of our output has gone, `lowtide plan ... | head`
         _drop_output()
         return DONE
@@ -75,6 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         print(f"lowtide: cannot write what is printed: {error.strerror}.", file=sys.stderr)
         return _CODES[LowtideError]
+
+
+def _interrupted() -> int:
+    """What is left is the interpreter's end: another interrupt ends it at once, without a traceback of whatever it was at."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return INTERRUPTED
 
 
 def _flush() -> None:

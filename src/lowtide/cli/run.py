@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         raise
     finally:
         if found.roots or sys.exc_info()[0] is None:
-            _summarize(found, options.report)
+            _summarize(found, options)
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -129,8 +129,10 @@ def say(line: str) -> None:
         print(f"lowtide: {line}", file=sys.stderr, flush=True)
 
 
-def _summarize(found: Roots, report: str | None) -> None:
-    from lowtide.integrations.scripts import HEADER, cells, facts
+def _summarize(found: Roots, options: argparse.Namespace) -> None:
+    from lowtide.integrations.scripts import HEADER, beyond, cells, facts
+
+    report: str | None = options.report
 
     sys.stdout.flush()
     if not _speaks():
@@ -141,6 +143,7 @@ def _summarize(found: Roots, report: str | None) -> None:
         lines = table_lines([HEADER, *map(cells, found.roots[:_MOST_ROWS])])
         more = len(found.roots) - _MOST_ROWS
         lines += [f"and {more} more"] if more > 0 else []
+        lines += [line for root in found.roots if (line := beyond(root, options.reserve))]
         say("\n".join(["what was trained, bytes of its largest pass", *lines, *_outside(found), *_process_lines()]))
     if report is None:
         return

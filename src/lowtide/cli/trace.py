@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.budget import parse_budget
-from lowtide.cli.options import given
+from lowtide.cli.options import given, seed
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.eviction import heuristic_named
 from lowtide.report.tables import fact_lines, table_lines
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--sample", action="store_true", help="choose from a random sample of root-many storages")
     add("--skip-small", action="store_true", help="leave out storages below 1 %% of the mean size")
     add("--thrash", type=float, default=2.0, metavar="TIMES", help="give up over this slowdown (default: 2)")
-    add("--seed", type=int, default=0, help="of samples and of the heuristic random (default: 0)")
+    add("--seed", type=seed, default=0, help="of samples and of the heuristic random (default: 0)")
     add("--json", action="store_true", help="print a JSON object per replay, a line each")
     add("--to-dag", metavar="OUT.json", help="write the program as lowtide-dag/1")
     add("--to-graph", metavar="OUT.json", help="as lowtide-graph/1, with views and several results per op")

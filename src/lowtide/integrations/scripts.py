@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.api import plans, rematerialize
-from lowtide.budget import is_percentage
+from lowtide.budget import is_percentage, parse_reserve
 from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
 from lowtide.integrations import roots
 from lowtide.integrations.roots import Root, Roots, not_planned, refused
@@ -23,6 +23,7 @@ from lowtide.units import format_bytes, format_percent
 INTERRUPTED = 130
 SMALL_BYTES = 1 << 20  # a pass below this is not worth an error
 _WORTH_FREEING = 0.02  # of a pass
+_OVER = 0.01  # of the budget is not worth a line
 _OURS = (__file__, roots.__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -157,6 +158,22 @@ def facts(root: Root) -> dict[str, Any]:
         "in_parts": root.in_parts,
         "outside": root.outside,
     }
+
+
+def beyond(root: Root, reserve: int | str) -> str:
+    """What to do where passes took more than the budget beside ``reserve``, which counts the model alone; else nothing."""
+    plan = root.plan
+    if plan is None or root.in_parts or root.measured_bytes is None or root.planned_calls == 0:
+        return ""
+    room = root.measured_bytes - plan.budget_bytes
+    over = room - parse_reserve(reserve, plan.unconstrained_peak_bytes)
+    if over <= _OVER * plan.budget_bytes:
+        return ""
+    unit = "MiB" if room >= 16 << 20 else "KiB"
+    return (
+        f"{root.name}: passes took {format_bytes(over)} more than the budget, which is of the model alone: to count what the "
+        f"script does between (a loss), leave room with --reserve {-(-room // (1 << 20 if unit == 'MiB' else 1 << 10))}{unit}"
+    )
 
 
 HEADER = ("model", "without", "budget", "planned", "measured", "overhead", "plans", "calls by a plan")
