@@ -124,6 +124,9 @@ def test_what_is_not_a_file_is_a_miss(
     damage(cache.path("a"))
     assert cache.get("a", decode) is None
     assert len(caplog.records) == 1
+    if cache.path("a").exists() and not cache.path("a").is_file():
+        assert not cache.put("a", ROW)
+        assert len(caplog.records) == 2
 
 
 def test_a_file_that_may_not_be_read_is_a_miss(

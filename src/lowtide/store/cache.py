@@ -15,7 +15,7 @@ import filelock
 import msgspec
 import platformdirs
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, PlanError
 from lowtide.store.files import LEFTOVER_SUFFIXES, by_last_use, mark_used, read_regular, sweep, write_atomically
 
 _LOG = logging.getLogger(__name__)
@@ -81,7 +81,10 @@ class Cache:
         envelope = _Envelope(self.format, hashlib.sha256(entry).hexdigest(), msgspec.Raw(entry))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path(key), msgspec.json.encode(envelope))
+            path = self.path(key)
+            if path.exists() and not path.is_file():  # a pipe waits for somebody who reads it
+                raise PlanError(f"{path} is not a file.")
+            write_atomically(path, msgspec.json.encode(envelope))
             self._tidy()
         except (OSError, LowtideError) as error:
             _LOG.warning("%s entries cannot be kept in %s: %s", self.format, self.folder, error)
