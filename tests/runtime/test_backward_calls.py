@@ -90,12 +90,12 @@ def _fail(_: torch.Tensor) -> None:
     raise RuntimeError("in the backward pass")
 
 
-def _steps(model: nn.Module, count: int = 4) -> list[Any]:
+def _steps(model: nn.Module, count: int = 4, rows: int = ROWS) -> list[Any]:
     """Of each step the peak in bytes, the loss and the gradients."""
     found = []
     for number in range(count):
         torch.manual_seed(number)
-        x, losses = torch.randn(ROWS, 2 * WIDTH), list[torch.Tensor]()
+        x, losses = torch.randn(rows, 2 * WIDTH), list[torch.Tensor]()
         model.zero_grad()
 
         def step(x: torch.Tensor = x, losses: list[torch.Tensor] = losses) -> None:
@@ -129,6 +129,18 @@ def test_what_the_backward_pass_calls_is_planned() -> None:
     model = _Reversible()
     _assert_within(model, 0.75)
     assert len(lowtide.plans(model)) == len(model.blocks)
+
+
+@pytest.mark.filterwarnings("ignore:the online mode has spent")
+def test_what_does_not_fit_in_parts_runs_online(caplog: pytest.LogCaptureFixture) -> None:
+    """What its parts run in the backward pass is no other model's, so that steps are its own."""
+    model, rows = _Reversible(), 4 * ROWS
+    plain = _steps(copy.deepcopy(model), 5, rows)
+    lowtide.rematerialize(model, (torch.randn(rows, 2 * WIDTH),), budget="60%")
+    found = _steps(model, 5, rows)
+    _assert_equal(found, plain)
+    assert max(peak for peak, *_ in found[4:]) <= 0.6 * plain[0][0]
+    assert "its parts do not fit" in caplog.text and model.forward.is_online
 
 
 def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:

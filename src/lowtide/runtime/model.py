@@ -157,7 +157,7 @@ class Rematerialized(Planned):
                     began = True
                     result = self.parts.call(self.original_forward, args, kwargs)
                 self.parts.ran(result)
-            self._instead.called()
+            self._instead.called(self.parts.shared if self.parts else None)
         except Exception as error:
             if isinstance(error, InfeasibleBudgetError):
                 error.midway = began

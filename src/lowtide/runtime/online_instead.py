@@ -18,6 +18,7 @@ from lowtide.objects import structure
 from lowtide.program.sizes import strided_bytes
 from lowtide.runtime.calls.call import ModelCall
 from lowtide.runtime.online_calls import OnlineCalls
+from lowtide.runtime.parts.current_step import CurrentStep
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
 from lowtide.units import format_bytes
@@ -37,6 +38,8 @@ class OnlineInstead:
         self._grows = is_percentage(settings.given)
         self._largest_bytes = 0  # of the arguments of calls by plans
         self._passes: int | None = None  # by plans, when the latest call had been made
+        self._parts: CurrentStep | None = None  # of the model, some of which ran in it
+        self._parts_passes = 0  # by plans of these, of those
         self._are_its_own = True
         self._seconds = 0.0  # of a call that is captured
         self.budget_bytes, self.device = 0, torch.device("cpu")
@@ -44,11 +47,13 @@ class OnlineInstead:
     def watch(self, inputs: Sequence[torch.Tensor], states: int) -> None:
         """A call with these flat inputs may run by a plan, the first ``states`` of which are the model's."""
         self._largest_bytes = max(self._largest_bytes, strided_bytes(inputs[states:]))
-        self._are_its_own &= self._passes in (None, ModelCall.begun)
+        if self._passes is not None:
+            backward = 0 if self._parts is None else self._parts.passes - self._parts_passes  # which called submodules
+            self._are_its_own &= ModelCall.begun == self._passes + backward
 
-    def called(self) -> None:
-        """The call has been made."""
-        self._passes = ModelCall.begun
+    def called(self, parts: CurrentStep | None = None) -> None:
+        """The call has been made, by plans of these ``parts`` where it is in parts."""
+        self._passes, self._parts, self._parts_passes = ModelCall.begun, parts, 0 if parts is None else parts.passes
 
     def takes_over(self, budget_bytes: int, seconds: float, device: torch.device) -> None:
         """From calls by plans, which were given and took as much, on this device."""

@@ -23,11 +23,11 @@ from lowtide.sharing import Footprint, Member
 class CurrentStep:
     """``ran`` are the forward passes of the current step, in order: a graph may run several times, by different plans, too.
     What waits from earlier steps (a loss that is kept) is a part of every step. ``gaps``: what code between graphs held at
-    most; ``steps``: how many have begun."""
+    most; ``steps``: how many have begun; ``passes``: how many forward passes have run in all of them."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.steps = 0
+        self.steps = self.passes = 0
         self.ran = Passes()
         self.gaps: list[Gap] = []
         self.between = HeldBetween()
@@ -109,6 +109,7 @@ class CurrentStep:
             call.on_backward = functools.partial(self._measure_between, one)
             call.on_end = self._begin_gap
             self.ran.append(one)
+            self.passes += 1
         self.go_on()
 
     def go_on(self) -> None:
