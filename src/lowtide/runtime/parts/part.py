@@ -69,6 +69,7 @@ class Part(SharingForward):
         self._asked: Any = None  # the call that a program is made for, and what the module is like
         self._new, self._seen_apart = 0, False  # programs since one came again; whether a call ran as it is
         self._seen_outside = False  # whether its own code has run
+        self._is_frozen = False  # nothing that its latest call read requires a gradient
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -132,6 +133,14 @@ class Part(SharingForward):
 
     def _is_trained(self) -> bool:
         return True
+
+    def _run_as_it_is(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self._is_frozen = True
+        return super()._run_as_it_is(args, kwargs)
+
+    def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        self._is_frozen = False
+        return super().run(entry, inputs)
 
     def find(self, key: Signature, modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> Entry | None:
         entry = super().find(key, modules, inputs)
@@ -237,7 +246,7 @@ class Part(SharingForward):
     @property
     def may_run(self) -> bool:
         """By a plan, as far as is known."""
-        return self.outside is None and not self.runs_again
+        return self.outside is None and not (self.runs_again or self._is_frozen)
 
 
 class PartsInPlace:

@@ -1,0 +1,72 @@
+"""What later steps of a model in parts bring: larger arguments, layers that are frozen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+
+WIDTH = 64
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class _Decided(nn.Module):
+    """Its blocks follow each other where the data decide so."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if x.abs().mean() > 0:
+                x = block(x)
+        return x.square().mean()
+
+
+def _over(model: nn.Module, batches: Iterable[torch.Tensor], budget: str, from_step: int) -> list[float]:
+    """Of steps on these batches, equal to eager's, the peaks as shares of the budget, which is of the largest step."""
+    plain, found = copy.deepcopy(model), []
+    largest, wanted = 0, list[list[torch.Tensor | None]]()
+    batches = [*batches]
+    for x in batches:
+        step = _step(plain, x)
+        largest = max(largest, lowtide.measure(step).peak_bytes)
+        wanted.append([None if one.grad is None else one.grad.clone() for one in plain.parameters()])
+    lowtide.rematerialize(model, (batches[0],), budget=budget)
+    for x, gradients in zip(batches, wanted, strict=True):
+        found.append(lowtide.measure(_step(model, x)).peak_bytes / (float(budget[:-1]) / 100 * largest))
+        for one, gradient in zip(model.parameters(), gradients, strict=True):
+            assert (one.grad is None) == (gradient is None)
+            assert gradient is None or torch.equal(one.grad, gradient)  # type: ignore[arg-type]
+    assert not model.forward.is_online
+    return found[from_step:]
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    def step() -> None:
+        model.zero_grad()
+        model(x).backward()
+
+    return step
+
+
+def test_frozen_layers_are_not_expected_to_run_by_plans() -> None:
+    """They were counted as their siblings are, and the share that was asked for was of more than steps take."""
+    model = _Decided()
+    model.blocks[:3].requires_grad_(False)
+    shares = _over(model, [torch.randn(32, WIDTH, WIDTH)] * 4, "50%", 2)
+    assert max(shares) <= 1.01
