@@ -70,3 +70,9 @@ def test_frozen_layers_are_not_expected_to_run_by_plans() -> None:
     model.blocks[:3].requires_grad_(False)
     shares = _over(model, [torch.randn(32, WIDTH, WIDTH)] * 4, "50%", 2)
     assert max(shares) <= 1.01
+
+
+def test_a_small_first_step_is_no_reason_to_refuse_larger_ones() -> None:
+    """A percentage is of the largest step: what the first part of one needs is known to be too much at its end alone."""
+    batches = [torch.randn(rows, WIDTH, WIDTH) for rows in (2, 32, 32, 32, 32)]
+    assert max(_over(_Decided(), batches, "50%", 3)) <= 1.01

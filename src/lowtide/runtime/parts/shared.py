@@ -122,8 +122,8 @@ class SharedBudget(CurrentStep):
         constraints = sequential_constraints(range(len(members)), bases, [*left_gradient_bytes(earlier), 0])
         budget, reserve = self.budget.of(members, constraints)
         left = budget - between - sum(taken.saved_bytes for _, taken in known)
-        known_later = more_follow and is_percentage(self.settings.given) and not self.budget.granted_bytes
-        if known_later:  # of what is not known yet
+        known_later = more_follow and is_percentage(self.settings.given)  # what it is of, where the step takes more
+        if known_later and not self.budget.granted_bytes:
             left = max(left, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
         more_can_be_done = self.must_fit or (self.give_way is not None and between > 0)
         must_fit = not earlier and not known_later and not more_can_be_done
