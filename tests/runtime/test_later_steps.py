@@ -28,26 +28,35 @@ class _Decided(nn.Module):
 
     def __init__(self, depth: int = 6) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(depth))
+        self.blocks, self.head = nn.ModuleList(_Block() for _ in range(depth)), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             if x.abs().mean() > 0:
                 x = block(x)
-        return x.square().mean()
+        return self.head(x).square().mean()
 
 
-def _over(model: nn.Module, batches: Iterable[torch.Tensor], budget: str, from_step: int) -> list[float]:
-    """Of steps on these batches, equal to eager's, the peaks as shares of the budget, which is of the largest step."""
+def _shares(
+    model: nn.Module,
+    batches: Iterable[torch.Tensor],
+    budget: str,
+    from_step: int,
+    change: Callable[[nn.Module, int], object] = lambda model, number: None,
+) -> list[float]:
+    """Of steps on these batches, equal to eager's, the peaks as shares of the budget, which is of the largest step. ``change``:
+    what is done to the model before each."""
     plain, found = copy.deepcopy(model), []
     largest, wanted = 0, list[list[torch.Tensor | None]]()
     batches = [*batches]
-    for x in batches:
+    for number, x in enumerate(batches):
+        change(plain, number)
         step = _step(plain, x)
         largest = max(largest, lowtide.measure(step).peak_bytes)
         wanted.append([None if one.grad is None else one.grad.clone() for one in plain.parameters()])
     lowtide.rematerialize(model, (batches[0],), budget=budget)
-    for x, gradients in zip(batches, wanted, strict=True):
+    for number, (x, gradients) in enumerate(zip(batches, wanted, strict=True)):
+        change(model, number)
         found.append(lowtide.measure(_step(model, x)).peak_bytes / (float(budget[:-1]) / 100 * largest))
         for one, gradient in zip(model.parameters(), gradients, strict=True):
             assert (one.grad is None) == (gradient is None)
@@ -68,11 +77,25 @@ def test_frozen_layers_are_not_expected_to_run_by_plans() -> None:
     """They were counted as their siblings are, and the share that was asked for was of more than steps take."""
     model = _Decided()
     model.blocks[:3].requires_grad_(False)
-    shares = _over(model, [torch.randn(32, WIDTH, WIDTH)] * 4, "50%", 2)
+    shares = _shares(model, [torch.randn(32, WIDTH, WIDTH)] * 4, "50%", 2)
     assert max(shares) <= 1.01
 
 
 def test_a_small_first_step_is_no_reason_to_refuse_larger_ones() -> None:
     """A percentage is of the largest step: what the first part of one needs is known to be too much at its end alone."""
     batches = [torch.randn(rows, WIDTH, WIDTH) for rows in (2, 32, 32, 32, 32)]
-    assert max(_over(_Decided(), batches, "50%", 3)) <= 1.01
+    assert max(_shares(_Decided(), batches, "50%", 3)) <= 1.01
+
+
+def test_a_tiny_first_step_in_which_gradients_do_not_fit() -> None:
+    batches = [torch.randn(rows, rows, WIDTH) for rows in (1, 48, 1, 48, 48)]
+    assert max(_shares(_Decided(), batches, "50%", 3)) <= 1.01
+
+
+def test_more_is_trained_in_later_steps() -> None:
+    """A percentage is of the steps that take most: of those in which all layers are trained, though batches are no larger."""
+
+    def thaw(model: nn.Module, number: int) -> None:
+        model.blocks.requires_grad_(number >= 4)  # type: ignore[index, union-attr]
+
+    assert max(_shares(_Decided(), [torch.randn(32, WIDTH, WIDTH)] * 8, "50%", 5, thaw)) <= 1.01

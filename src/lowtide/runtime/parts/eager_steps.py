@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,13 +20,15 @@ class EagerSteps:
     """``peak_bytes``: the most that a step has allocated so far, above what was allocated when it began. A step begins with a
     call after a backward pass has ended, and ends with its last backward pass; 0 until one has ended. ``are_its_own``: whether
     nothing else is seen in them: no gradients of what its arguments were computed from, and no passes by plans but those of
-    its parts, which share ``shared``. ``grew``: whether the arguments of the latest call are larger than any before."""
+    its parts, which share ``shared``. ``grew``: whether the arguments of the latest call are larger than any before, or more of
+    the model is trained, which has ``trained_bytes`` of parameters that are."""
 
-    def __init__(self, shared: SharedBudget) -> None:
+    def __init__(self, shared: SharedBudget, trained_bytes: Callable[[], int]) -> None:
         self.peak_bytes = 0
         self.are_its_own = True
         self.grew = False
-        self._largest_bytes = 0  # of the arguments of a call
+        self._largest = 0, 0  # bytes of the arguments of a call, and of trained parameters
+        self._trained_bytes = trained_bytes
         self._window: PeakWindow | None = None
         self._shared = shared
         self._passes = 0  # by plans of others, when the step began
@@ -44,12 +48,15 @@ class EagerSteps:
         tensors = structure.flatten(arguments)[0]
         if any(tensor.grad_fn is not None for tensor in tensors):
             self.are_its_own = False
-        given_bytes = strided_bytes(tensors)
-        self.grew, self._largest_bytes = given_bytes > self._largest_bytes, max(given_bytes, self._largest_bytes)
+        now = strided_bytes(tensors), self._trained_bytes()
+        self.grew = any(map(operator.gt, now, self._largest))
+        self._largest = max(now[0], self._largest[0]), max(now[1], self._largest[1])
 
     def are_outgrown(self, arguments: Any) -> bool:
-        """Whether these arguments are larger than those of the calls before, so that a step may take more than any of these."""
-        return 0 < self._largest_bytes < strided_bytes(structure.flatten(arguments)[0])
+        """Whether these arguments are larger than those of the calls before, or more is trained, so that a step may take more
+        than any of these."""
+        now = strided_bytes(structure.flatten(arguments)[0]), self._trained_bytes()
+        return any(0 < largest < one for largest, one in zip(self._largest, now, strict=True))
 
     def returned(self, result: Any) -> None:
         tell(result, self._in_backward)

@@ -44,7 +44,7 @@ class Parts(PartsInPlace):
         self.shared.give_way, self.shared.expected = self._run_more_again, self._with_siblings
         self.why, self.selects = str(why), why.selects
         self.beginning = Beginning(model)
-        self._eager = EagerSteps(self.shared)
+        self._eager = EagerSteps(self.shared, self._trained_bytes)
         self._has_any = can_run_in_parts(model)
         self._steps = 0
         self._is_hopeless = False  # plans do not fit, whatever runs again
@@ -77,12 +77,12 @@ class Parts(PartsInPlace):
         """The budget of the model, called with these ``arguments``, where none of it can be planned, its steps are its own, and
         one exceeds it. One in percent is of the largest step, which is seen without a budget; one in bytes holds at once where
         there is no submodule to try."""
-        if self._calls or (self.planned() and not self._is_hopeless):
+        if self._calls:
             return None
         peak_bytes, at_once = self._eager.peak_bytes, not (self._has_any or is_percentage(self.shared.settings.given))
-        outgrown = self.are_outgrown(arguments)
+        self.shared.grows = self.are_outgrown(arguments)
         self._eager.given(arguments)
-        if outgrown:
+        if self.shared.grows or (self.planned() and not self._is_hopeless):
             return None
         tried = not self._has_any or self._is_hopeless or (self.are_none and not self.watch.calls)
         if not (tried and not self.backward.may_be and self._eager.are_its_own and (peak_bytes or at_once)):
@@ -90,8 +90,12 @@ class Parts(PartsInPlace):
         budget_bytes = self.shared.budget.of_plain(peak_bytes)
         return budget_bytes if peak_bytes > budget_bytes or at_once else None
 
+    def _trained_bytes(self) -> int:
+        return sum(one.nbytes for one in self.model.parameters() if one.requires_grad)
+
     def are_outgrown(self, arguments: Any) -> bool:
-        """Whether a budget in percent has to grow with these arguments of the model, once a step with them was seen."""
+        """Whether a budget in percent has to grow with these arguments of the model, and with what is trained now, once a step
+        with them was seen."""
         return is_percentage(self.shared.settings.given) and self._eager.are_outgrown(arguments)
 
     def ran(self, result: Any) -> None:

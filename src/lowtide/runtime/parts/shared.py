@@ -65,6 +65,7 @@ class SharedBudget(CurrentStep):
         self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
         self.unlike = False  # what ran as it is in the current step is to run by plans: it tells nothing of others
         self.must_fit = False  # since something else can be done where they do not
+        self.grows = False  # with the step that is about to begin, the budget may, which is a percentage
         self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
         self.spare = Spare(lambda: -self.record.exceeds(self.member, self.budget)[0] if self.record else sys.maxsize)
         self._measuring, self._first = Measuring(), FirstPlans(settings)
@@ -201,6 +202,9 @@ class SharedBudget(CurrentStep):
             chosen = self.search.first([*members.values()], constraints, budget)
             self._met = True
         except InfeasibleBudgetError as error:
+            if self.grows:
+                self.exceeded = True  # at the end of the larger step, that is
+                return
             if not self.budget.stretches(error.minimum_bytes, budget) and self._gives_up(error, budget, reserve):
                 return
             self.budget.granted_bytes = error.minimum_bytes
