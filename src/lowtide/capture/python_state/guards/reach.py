@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import dataclasses
 import dis
 import functools
@@ -18,7 +19,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from lowtide.capture.python_state.code.code_names import codes, full_name, is_trusted, named_by, parts_of
 from lowtide.capture.python_state.code.installed import is_standard
-from lowtide.objects.walk import ABSENT, OWN_GENERATORS, PLAIN, cell_value, is_open, refill
+from lowtide.objects.walk import ABSENT, OWN_GENERATORS, PLAIN, cell_value, content, is_open, refill
 
 _DEPTH = 5  # of containers, objects and functions in each other
 # Not what fills itself.
@@ -149,6 +150,10 @@ class Reach:
             self._hold(value, depth, name)
         elif isinstance(value, tuple):  # which nobody can write, unlike what is in it
             self._deeper += [(item, name) for item in value]
+        elif isinstance(value, contextvars.ContextVar):  # as hooks have that collect what submodules return
+            self._deeper += [(item, name) for item in content(value) or ()]
+        elif isinstance(value, threading.local):
+            self._hold(vars(value), depth, name, of_object=True)
         elif isinstance(value, threading.Thread):
             return  # its state is its own to change, at any time
         elif isinstance(value, (nn.Module, types.SimpleNamespace)) or (
