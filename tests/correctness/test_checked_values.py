@@ -87,6 +87,13 @@ def _extremes(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-9, 9) if x.max() > 50 else x
 
 
+def _dropped_out_never(x: torch.Tensor) -> torch.Tensor:
+    """As adapters drop their modules out, with a probability of zero. A uniform number is zero once in 16 million times."""
+    if torch.rand(1) > 0.0:
+        x = 2 * x
+    return x * 3 if torch.rand(()) <= 0 or torch.rand(1).item() <= 0 else x
+
+
 def _windowed(x: torch.Tensor) -> torch.Tensor:
     """PyTorch asks whether the least sum of windows is tiny, which are no constants here."""
     window = torch.ones(16) + 0 * x.detach().flatten()[:16]
@@ -130,7 +137,8 @@ def _trained(
 
 
 @pytest.mark.parametrize(
-    "check", [_clamped, _replaced, _asserted, _close, _equal, _likelihood, _large, _extremes, _windowed]
+    "check",
+    [_clamped, _replaced, _asserted, _close, _equal, _likelihood, _large, _extremes, _windowed, _dropped_out_never],
 )
 def test_the_usual_answers_are_one_program(check: Check) -> None:
     _, programs = _trained(check, [1.0, 1.0, 1.0])

@@ -178,6 +178,19 @@ def _masked_by_lengths(self: Any, h: torch.Tensor) -> torch.Tensor:
     return (h * mask).square().sum()
 
 
+def _up_to_tensors_of_one_dimension(self: Any, h: torch.Tensor) -> torch.Tensor:
+    lengths, mask = (torch.rand(6, 1) * 9).long(), torch.zeros(6, 8)
+    for row in range(6):
+        mask[row, : lengths[row]] = 1
+    begin = lengths[0]
+    return (h * mask * self.table[begin : begin + 6]).square().sum()
+
+
+def _up_to_tensors_and_leaves_one(self: Any, h: torch.Tensor) -> torch.Tensor:
+    self.left = h.detach().mean()  # by which a call is run before it is traced
+    return _up_to_tensors_of_one_dimension(self, h) + self.table[(torch.rand(()) * 9).long()].sum()
+
+
 def _cut_out(self: Any, h: torch.Tensor) -> torch.Tensor:
     h = h.clone()
     begin, end, height = random.randint(0, 4), random.randint(2, 8), torch.randint(0, 9, (1,))[0]
@@ -203,7 +216,7 @@ def _moved_in_place(self: Any, h: torch.Tensor) -> torch.Tensor:
 ONE_PROGRAM = [
     _mask, _queue, _pointer, _two_places, _of_a_parameter, _one, _behind_others, _from_the_end, _also_a_factor,
     _written_in_place, _masked_by_lengths, _cut_out, _moved_in_place, _random_crop, _random_crop_of_arrays, _segments, _nearest,
-    _read_of_a_tensor, _drawn_by_a_tensor, _rolled, _narrowed,
+    _up_to_tensors_of_one_dimension, _up_to_tensors_and_leaves_one, _read_of_a_tensor, _drawn_by_a_tensor, _rolled, _narrowed,
 ]  # fmt: skip
 
 

@@ -107,6 +107,12 @@ class _Reading(TakingNumbers):
         super().__init__()
         self.numbers = numbers
 
+    def run(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
+        made = super().run(func, self.numbers.indexing(func, args), kwargs, calling)
+        if not kwargs:
+            self.numbers.note_sum(func, args, made)
+        return made
+
     def called(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
         number = self.numbers.item(args[0]) if func is torch.Tensor.item else None
         return func(*args, **kwargs) if number is None else number

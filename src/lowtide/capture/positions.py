@@ -49,12 +49,15 @@ def with_places(
     if function not in (_GET, _SET):
         return args
 
-    def place(one: Any) -> Any:
-        number = read(one) if is_place(one) else None
+    def end(one: Any) -> Any:
+        number = read(one) if is_whole(one) else None
         return one if number is None else number
 
+    def place(one: Any) -> Any:
+        return end(one) if is_place(one) else one
+
     items = [
-        slice(place(item.start), place(item.stop), item.step) if isinstance(item, slice) else place(item)
+        slice(end(item.start), end(item.stop), item.step) if isinstance(item, slice) else place(item)
         for item in _items(args[1])
     ]
     return args[0], tuple(items) if type(args[1]) is tuple else items[0], *args[2:]
@@ -62,7 +65,12 @@ def with_places(
 
 def is_place(one: Any) -> bool:
     """Whether it is a tensor of one whole number and no dimension."""
-    return isinstance(one, torch.Tensor) and one.dim() == 0 and one.dtype in _WHOLE
+    return is_whole(one) and one.dim() == 0
+
+
+def is_whole(one: Any) -> bool:
+    """Whether it is a tensor of one whole number: a slice may end there."""
+    return isinstance(one, torch.Tensor) and one.numel() == 1 and one.dtype in _WHOLE
 
 
 def _ends(item: Any) -> list[StandIn]:

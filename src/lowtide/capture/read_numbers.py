@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from lowtide.capture.positions import is_place, with_places
+from lowtide.capture.positions import is_whole, with_places
 from lowtide.capture.python_state.guards.compared import Comparisons, StandIn, kind_of
 from lowtide.capture.python_state.guards.shown import at_least, at_most
 from lowtide.capture.trace.classes import fake_of
@@ -91,7 +91,7 @@ class TensorNumbers:
         """A call without names of arguments may have moved a place by a number of Python's."""
         if function not in _ADDING or [type(one) for one in args[1:]] != [int] or not isinstance(args[0], torch.Tensor):
             return
-        if is_place(result) and result.dtype is args[0].dtype is torch.int64:
+        if is_whole(result) and result.dtype is args[0].dtype is torch.int64:
             value = _value(result)
             self._sums[id(value)] = value, args[0], _value(args[0]), args[1]
 

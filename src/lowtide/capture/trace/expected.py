@@ -35,6 +35,7 @@ _LEAST = {_ATEN.min.default, _ATEN.amin.default}
 _MOST = {_ATEN.max.default, _ATEN.amax.default}
 _BELOW = {_ATEN.lt.Scalar, _ATEN.le.Scalar}
 _ABOVE = {_ATEN.gt.Scalar, _ATEN.ge.Scalar}
+_AROUND_ZERO = {_ATEN.gt.Scalar, _ATEN.le.Scalar}
 _COMPARED = {
     _ATEN.lt.Scalar: operator.lt,
     _ATEN.le.Scalar: operator.le,
@@ -129,6 +130,8 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
         usual = getattr(args[0], "_lowtide_expected", usual)
     if (func in _BELOW or func in _ABOVE) and hasattr(args[0], "_lowtide_least"):
         usual = (func in _ABOVE) == args[0]._lowtide_least
+    if func in _AROUND_ZERO and getattr(args[0], "_lowtide_uniform", False) and args[1] == 0:
+        usual = func in _ABOVE  # of as good as all uniform numbers: ``rand(1) > p`` for p = 0
     if now is not None and func in _COMPARED:
         usual = bool(_COMPARED[func](now, args[1]))
     if usual is None and func in _NOT | _AND | _OR | _SAME:
@@ -159,6 +162,12 @@ def expect(traced: Any, answer: bool) -> None:
     fake = fake_of(traced)
     if not hasattr(fake, "_lowtide_expected"):
         fake._lowtide_expected = answer
+
+
+def is_uniform(func: Any, args: Sequence[Any], result: torch.Tensor) -> bool:
+    """Whether the result of an operator is uniform random numbers, none of them one."""
+    same = func in _SAME_NUMBERS and (result.dtype == args[0].dtype or result.dtype is torch.float64)
+    return func is _ATEN.rand.default or (same and getattr(args[0], "_lowtide_uniform", False))
 
 
 def fold_uniform(func: Any, args: Sequence[Any]) -> torch.Tensor | None:

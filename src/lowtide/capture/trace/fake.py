@@ -37,6 +37,7 @@ from lowtide.capture.trace.expected import (
     all_of,
     flag_of,
     fold_uniform,
+    is_uniform,
     note_expected,
 )
 from lowtide.capture.trace.known_values import KnownValues, elements, is_unknown
@@ -178,7 +179,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """The result, with what is known of its values."""
         note_expected(func, args, result)
         if isinstance(result, FakeTensor) and isinstance(func, torch._ops.OpOverload):
-            result._lowtide_uniform = func is _ATEN.rand.default  # type: ignore[attr-defined]
+            result._lowtide_uniform = is_uniform(func, args, result)  # type: ignore[attr-defined]
             result._lowtide_empty = func._schema.name.split("::")[1] in UNINITIALISED  # type: ignore[attr-defined]
             if is_empty(result) and self._depth == 1:  # no fake kernel's, which tells nothing of values
                 self._attach_zeros(result)
