@@ -263,7 +263,9 @@ def test_demo_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["measured_peak_bytes"] <= result["predicted_peak_bytes"] <= result["budget_bytes"]
     assert (tmp_path / "out" / "memory.png").stat().st_size > 0
     assert "live at the peak" in (tmp_path / "out" / "plan.map.svg").read_text()
-    assert "equal to the bit" in capsys.readouterr().out
+    printed, _ = capsys.readouterr()
+    assert "equal to the bit" in printed
+    assert f"training starts after {result['start_seconds']:.1f} s" in printed
 
 
 def test_demo_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

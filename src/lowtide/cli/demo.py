@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
 
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
-    plain, planned, plan = _train(options)
-    result = {"device": plan.costs.device, **_result(plain, planned, plan)}
+    plain, planned, plan, start_seconds = _train(options)
+    result = {"device": plan.costs.device, **_result(plain, planned, plan, start_seconds)}
     _print_result(result)
     write_atomically(folder / "result.json", json.dumps(result, indent=1) + "\n")
     figure = memory_figure({run.name: run.measurements[-1] for run in (plain, planned)}, plan)
@@ -56,7 +56,8 @@ def run(options: argparse.Namespace) -> int:
     return 0 if result["losses_equal"] and result["parameters_equal"] and result["within_budget"] else 1
 
 
-def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
+def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan, float]:
+    """Both, the plan, and after how many seconds training could start."""
     import lowtide
     from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
     from lowtide.demo.training import Training, repeat_bits, train_side_by_side
@@ -78,11 +79,10 @@ def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
     sample = {"input_ids": batches[0], "labels": batches[0]}
     with stage_seconds() as taken:
         lowtide.rematerialize(model, (), sample, budget=options.budget, planner=options.planner)
+    start_seconds = time.perf_counter() - start
     (plan,) = lowtide.plans(model)
     overhead = format_percent(plan.overhead)
-    print(
-        f"training starts after {time.perf_counter() - start:.1f} s ({itemised(taken)}); overhead so far {overhead}\n"
-    )
+    print(f"training starts after {start_seconds:.1f} s ({itemised(taken)}); overhead so far {overhead}\n")
     print(f"training both for {options.steps} steps ...\n", flush=True)
     print("step  loss, plain           loss, lowtide", flush=True)
     early = options.steps // 4 - 1 if options.steps >= _FEW_STEPS else 0
@@ -95,10 +95,10 @@ def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan]:
             print(f"\nthe search has ended; steps are timed and measured from here on\n\n{plan}\n", flush=True)
             plain.settle()
             planned.settle()
-    return plain, planned, plan
+    return plain, planned, plan, start_seconds
 
 
-def _result(plain: Training, planned: Training, plan: Plan) -> dict[str, Any]:
+def _result(plain: Training, planned: Training, plan: Plan, start_seconds: float) -> dict[str, Any]:
     from lowtide.demo.training import same_parameters
 
     plain_ns, planned_ns = (int(statistics.median(run.step_ns)) for run in (plain, planned))
@@ -116,6 +116,7 @@ def _result(plain: Training, planned: Training, plan: Plan) -> dict[str, Any]:
         "step_ns": planned_ns,
         "overhead_measured": planned_ns / plain_ns - 1,
         "overhead_predicted": plan.overhead,
+        "start_seconds": start_seconds,
         "solve_seconds": plan.solve_seconds,
         "plain_losses": plain.losses,
         "losses": planned.losses,
