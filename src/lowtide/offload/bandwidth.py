@@ -108,7 +108,7 @@ def _round_trips(memory: SecondMemoryOf, device: torch.device, nbytes: int) -> t
 
 @contextlib.contextmanager
 def _busy(device: torch.device) -> Iterator[None]:
-    """Inside, a thread has the device multiply matrices."""
+    """Inside, a thread has the device multiply matrices, where one can be started."""
     stop = threading.Event()
 
     def multiply() -> None:
@@ -118,12 +118,14 @@ def _busy(device: torch.device) -> Iterator[None]:
                 float((one @ one)[0, 0])  # waits for it
 
     thread = threading.Thread(target=multiply, name="lowtide bandwidth", daemon=True)
-    thread.start()
+    with contextlib.suppress(RuntimeError):
+        thread.start()
     try:
         yield
     finally:
         stop.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 def _rounded(figure: float) -> float:

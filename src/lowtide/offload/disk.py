@@ -78,7 +78,11 @@ class DiskMemory(SecondMemoryOf):
         # Not at the exit, when transfers may be under way: the number of a file that was closed may be another's.
         weakref.finalize(self, self._jobs.put, None).atexit = False
         buffer = np.frombuffer(mmap.mmap(-1, _CHUNK), np.uint8)
-        threading.Thread(target=_work, args=(self._jobs, self._file, buffer), name="lowtide disk", daemon=True).start()
+        mover = threading.Thread(target=_work, args=(self._jobs, self._file, buffer), name="lowtide disk", daemon=True)
+        try:
+            mover.start()
+        except RuntimeError as error:
+            raise ExecutionError(f"no thread can be started that offloads tensors: {error}.") from error
 
     def lease(self, nbytes: int) -> DiskLease:
         nbytes = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT

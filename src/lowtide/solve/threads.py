@@ -20,8 +20,15 @@ def available_cores() -> int:
 
 
 def in_threads(run: Callable[[Asked], Answer], asked: Iterable[Asked], *, brief: bool = False) -> list[Answer]:
-    """``brief``: together they take less than threads take to start where the cores are busy, so they run in this one."""
-    if brief:
-        return list(map(run, asked))
-    with ThreadPoolExecutor(available_cores()) as pool:
-        return list(pool.map(run, asked))
+    """``brief``: together they take less than threads take to start where the cores are busy, so they run in this one. So do
+    those for which no threads can be started, for want of memory or of a limit on their number."""
+    asked = list(asked)
+    if not brief:
+        with ThreadPoolExecutor(available_cores()) as pool:
+            try:
+                begun = [pool.submit(run, one) for one in asked]
+            except RuntimeError:
+                pool.shutdown(cancel_futures=True)
+            else:
+                return [one.result() for one in begun]
+    return list(map(run, asked))
