@@ -180,7 +180,7 @@ class SharedBudget(CurrentStep):
         if not self.record.are_several:
             return True
         over, budget = self.record.exceeds(self.member, self.budget)
-        if is_percentage(self.settings.given):
+        if is_percentage(self.settings.given) and not self.postponed:  # what ran may be none of the parts of others
             self.budget.granted_bytes = budget
         if self.record.passes and over > 0 and not (self.exceeded or self._first_plans):
             _LOG.warning(
