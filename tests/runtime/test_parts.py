@@ -806,6 +806,7 @@ def test_gradients_that_exceed_a_budget_alone_are_an_error() -> None:
             model(x).backward()
     assert caught.value.minimum_bytes > gradient_bytes and caught.value.midway
     assert "gradients" in str(caught.value.__cause__)
+    assert str(caught.value).endswith(f"That was tried: {caught.value.__cause__}")
 
 
 def test_errors_and_copies_leave_the_model_as_it_was() -> None:

@@ -121,10 +121,11 @@ class OnlineCalls:
         """That the budget is too small, where that is what an exception inside is about: why there are no plans within it says
         better which one is not."""
         found = self._context.behind(error)
-        if found is None or self.unmet is None:
-            return found
-        self.unmet.midway = True
-        return self.unmet
+        return found if found is None or self.unmet is None else self._nor_here(self.unmet, found)
+
+    @staticmethod
+    def _nor_here(unmet: InfeasibleBudgetError, found: LowtideError) -> InfeasibleBudgetError:
+        return dataclasses.replace(unmet, message=f"{unmet} That was tried: {found}", midway=True)
 
     def check_end(self) -> None:
         """What the latest step ended with (above all gradients) may have taken more than the budget once all of it was there:
@@ -139,10 +140,10 @@ class OnlineCalls:
             return
         what = f"a step took {needed_bytes} bytes, with the gradients and results that it ended with"
         if self.unmet is not None:
-            self.unmet.midway = True
-            raise self.unmet from OnlineBudgetError(
+            found = OnlineBudgetError(
                 f"{what}.", operator="the end of a step", needed_bytes=needed_bytes, budget_bytes=budget_bytes
             )
+            raise self._nor_here(self.unmet, found) from found
         self._context.settings = dataclasses.replace(self._context.settings, budget_bytes=needed_bytes)
         self.step_seconds.clear()
         if not self._said:
