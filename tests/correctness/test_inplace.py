@@ -262,3 +262,31 @@ class _Resized(nn.Module):
 
 def test_tensors_that_are_resized() -> None:
     compare_training(_Resized, rows(), budgets=("80%", MINIMUM), on_capture_error="error")
+
+
+class _MadeOfConstants(nn.Module):
+    """Writes into what operators make of tensors that the model holds in plain attributes, and reads these after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.table, self.indices = torch.randn(4, 32), {"all": torch.randint(0, 30, (4, 9))}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        copied = self.table[1:].clone()
+        copied += 1
+        summed = torch.stack([self.table, self.table]).sum(0)
+        summed.sub_(self.table)
+        filled = self.table.masked_fill(self.table > 0, 0).relu_()
+        values, _ = self.table.sort(1)
+        values[0] *= 2
+        places = self.indices["all"].clone()
+        places[0, :] += 1
+        scattered = torch.zeros(4, 32).scatter_(1, places, 1.0)
+        parts = [part.clone().mul_(2) for part in self.table.chunk(2)]
+        held = torch.cat([copied, summed, filled, values, scattered, *parts, self.table])
+        return (self.layer(x) @ held.t()).tanh()
+
+
+def test_copies_of_what_a_model_holds() -> None:
+    compare_training(lambda: WithLoss(_MadeOfConstants()), rows(), budgets=(MINIMUM,), on_capture_error="error")

@@ -23,6 +23,7 @@ _MODES = torch._C._TorchDispatchModeKey
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _KEYS = torch._C.DispatchKeySet(_FUNCTIONALIZE)
+_SHARING = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default}  # and say nothing of it
 _RESIZING = torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default
 
 
@@ -47,6 +48,25 @@ def as_it_is(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
             result = faking.__torch_dispatch__(func, (FakeTensor,), *inner)
         note(tracing.tracer, func, noted, result)
         return _outer(result, mode)
+
+
+def of_constants(mode: Any, func: Any, result: Any) -> Any:
+    """What an operator returns, functional where that is new memory: functionalization leaves alone what takes nothing but
+    tensors that it does not know, as one is that a model holds, and would not notice writes into the copy of one."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    if not all(type(one) is FakeTensor for one in results):
+        return result
+    if not results or not isinstance(func, torch._ops.OpOverload) or not _makes_memory(func):
+        return result
+    with _Without(_MODES.PROXY):
+        return _outer(result, mode)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _makes_memory(func: Any) -> bool:
+    """Whether what an operator returns shares no memory with its arguments."""
+    schema = func._schema
+    return func not in _SHARING and all(one.alias_info is None for one in (*schema.arguments, *schema.returns))
 
 
 @functools.lru_cache(maxsize=1 << 12)

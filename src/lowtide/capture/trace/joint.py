@@ -26,7 +26,7 @@ from torch.fx.experimental import proxy_tensor
 
 from lowtide.capture.trace import collectives
 from lowtide.capture.trace.classes import fake_of
-from lowtide.capture.trace.direct import as_it_is, resized
+from lowtide.capture.trace.direct import as_it_is, of_constants, resized
 from lowtide.capture.trace.expected import as_expected
 from lowtide.capture.trace.inplace import keeping_layouts
 from lowtide.capture.trace.lifted import LIFT, note_lifted
@@ -72,7 +72,7 @@ def _by_rules(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         result = dispatch(mode, func, types, args, kwargs)
         if func is LIFT:
             note_lifted(mode, args[0], result)
-        return result
+        return of_constants(mode, func, result)
 
     return run
 
