@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -194,7 +195,9 @@ def _require_plannable(model: nn.Module) -> None:
 
 
 def restore(model: Model) -> Model:
-    """Undo ``rematerialize``: ``model`` runs by its own ``forward`` again. Returns the same object.
+    """Undo ``rematerialize``: ``model`` runs by its own ``forward`` again. Returns the same object. Plans and what they know of
+    the model are freed, so that the model's memory is, too, with the last reference to it: a rematerialized model and its plans
+    refer to each other, and wait for Python's collector of garbage.
 
     Raises ``PlanError`` for a model that is not rematerialized, or whose planned ``forward`` something has wrapped since.
     """
@@ -209,6 +212,8 @@ def restore(model: Model) -> Model:
     del model.__dict__["forward"]
     if runtime.had_instance_forward:
         model.forward = runtime.original_forward
+    del runtime, placed
+    gc.collect()
     return model
 
 

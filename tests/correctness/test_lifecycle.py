@@ -139,6 +139,20 @@ def test_restore() -> None:
     assert_same_records(_records(model), _records(plain))
 
 
+def test_a_restored_model_is_gone_with_the_last_reference() -> None:
+    """Without Python's collector of garbage, as without lowtide."""
+    model = prepared(_network, rows(), "70%")
+    _records(model, 1)
+    known = weakref.ref(model)
+    gc.disable()
+    try:
+        lowtide.restore(model)
+        del model
+        assert known() is None
+    finally:
+        gc.enable()
+
+
 def test_restore_and_plan_again() -> None:
     model = prepared(_network, rows(), "70%")
     lowtide.restore(model)
