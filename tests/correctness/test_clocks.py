@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import lowtide
+from tests.support import clocked
 
 
 class _Timed(nn.Module):
@@ -34,6 +35,10 @@ class _Timed(nn.Module):
 
 def _at(model: _Timed, _: torch.Tensor, begun: float) -> None:
     model.at = time.perf_counter()
+
+
+def _by_helper(model: _Timed, _: torch.Tensor, begun: float) -> None:
+    model.at = clocked.now()
 
 
 def _returned(model: _Timed, _: torch.Tensor, begun: float) -> Any:
@@ -59,7 +64,7 @@ def _late(model: _Timed, hidden: torch.Tensor, begun: float) -> str:
     return "late" if perf_counter() - begun > 1e6 else "in time"
 
 
-@pytest.mark.parametrize("leave", [_at, _returned, _by_layer, _summed, _shown, _late])
+@pytest.mark.parametrize("leave", [_at, _by_helper, _returned, _by_layer, _summed, _shown, _late])
 def test_planned_calls_ask_clocks_anew(leave: Any) -> None:
     model, x = _Timed(leave), torch.randn(64, 16)
     eager = copy.deepcopy(model)
@@ -75,7 +80,7 @@ def test_planned_calls_ask_clocks_anew(leave: Any) -> None:
         assert torch.equal(y, z)
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
         assert model.mean == eager.mean
-        if leave is _at:
+        if leave in (_at, _by_helper):
             assert before <= model.at <= after
         elif leave is _returned:
             assert before <= left["begun"] <= left["begun"] + left["took"][0] <= after

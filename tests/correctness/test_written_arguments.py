@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import types
+import uuid
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -256,6 +258,106 @@ def test_a_state_that_goes_from_call_to_call() -> None:
         assert found[0] == found[1]
     runtime = runtime_of(model)
     assert runtime is not None and runtime.parts is None
+
+
+@dataclass(slots=True)
+class _Slots:
+    x: torch.Tensor
+    calls: int = 0
+
+
+class _Mixed:
+    __slots__ = ("__dict__", "calls")
+
+    def __init__(self) -> None:
+        self.x, self.calls, self.seen = _x(), 0, 0
+
+
+class _Counting(dict[str, Any]):
+    calls = 0
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.calls += 1
+        super().__setitem__(key, value)
+
+
+class _Doubling(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value * 2)
+
+
+def _mixed(one: Any) -> None:
+    one.calls += 1
+    one.seen += 1
+
+
+_HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], Any]]] = {
+    "slots": (lambda: _Slots(_x()), lambda one: setattr(one, "calls", one.calls + 1), lambda one: one.calls),
+    "slots and attributes": (_Mixed, _mixed, lambda one: (one.calls, one.seen)),
+    "an array": (
+        lambda: {"x": _x(), "array": np.zeros(2), "n": 0},
+        lambda one: one.update(n=one["array"].__iadd__(1)[0]),
+        lambda one: (one["array"].tolist(), one["n"]),
+    ),
+    "bytes": (
+        lambda: {"x": _x(), "bytes": bytearray(2), "n": 0},
+        lambda one: one.update(n=one["bytes"].append(7) or 1),
+        lambda one: (bytes(one["bytes"]), one["n"]),
+    ),
+    "attributes of a dictionary": (
+        lambda: _Counting(x=_x()),
+        lambda one: one.__setitem__("n", 1),
+        lambda one: (one.calls, one["n"]),
+    ),
+    "what a dictionary makes of an item": (
+        lambda: _Doubling(x=_x(), n=1),
+        lambda one: one.__setitem__("n", one["n"] + 1),
+        lambda one: one["n"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _HIDDEN)
+def test_what_is_written_where_few_look(case: str) -> None:
+    make, write, told = _HIDDEN[case]
+
+    def forward_of(blocks: nn.ModuleList, one: Any) -> torch.Tensor:
+        y: torch.Tensor = blocks[0](one["x"] if isinstance(one, dict) else one.x)
+        write(one)
+        return y.square().mean()
+
+    torch.manual_seed(0)
+    plain = _Written(forward_of)
+    model = copy.deepcopy(plain)
+    lowtide.rematerialize(model, budget="100%", planner="greedy")
+    kept = [make(), make()]
+    for number in range(3):
+        for given in (kept, [make(), make()]):
+            found = []
+            for each, one in zip((plain, model), given, strict=True):
+                torch.manual_seed(number)
+                each.zero_grad()
+                each(one).backward()
+                found.append([told(one), *(_told(p.grad, {}) for p in each.blocks[0].parameters())])
+            assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_what_no_guard_sees_is_no_result(fresh: bool) -> None:
+    """A name that the system makes, over another one or where there was none."""
+
+    def forward_of(blocks: nn.ModuleList, batch: dict[str, Any]) -> torch.Tensor:
+        batch["name"] = uuid.uuid4().hex
+        return blocks[0](batch["x"]).square().mean()  # type: ignore[no-any-return]
+
+    model = _Written(forward_of)
+    lowtide.rematerialize(model, budget="100%", planner="greedy")
+    names = set()
+    for _ in range(3):
+        batch = {"x": _x()} if fresh else {"x": _x(), "name": ""}
+        model(batch).backward()
+        names.add(batch["name"])
+    assert len(names) == 3
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ _CLOCKS = (*NAMES, *(f"{name}_ns" for name in NAMES))
 
 @contextlib.contextmanager
 def clocks_followed(code: Code, numbers: TensorNumbers) -> Iterator[None]:
-    """Inside, what clocks say to code that is no library's stands for the number of a tensor, wherever the model's ``code``
-    has them from."""
+    """Inside, what clocks say to code that is neither Python's nor PyTorch's stands for the number of a tensor: where it asks
+    them by the module ``time``, or by a name that they were imported under, another one than their own beside the model's
+    ``code`` alone."""
 
     def asking(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
         def wrap(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -37,7 +38,12 @@ def clocks_followed(code: Code, numbers: TensorNumbers) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in _CLOCKS:
-            stack.enter_context(all_wrapped(places_of([(time, [name])], code[1]), asking(name)))
+            own = getattr(time, name)
+            imported = [
+                (file, name) for file in [*sys.modules.values()] if getattr(file, "__dict__", {}).get(name) is own
+            ]
+            places = [place for place in imported if not _is_of_library(place[0].__name__)]
+            stack.enter_context(all_wrapped({*places_of([(time, [name])], code[1]), *places}, asking(name)))
         yield
 
 

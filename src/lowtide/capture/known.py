@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,8 @@ from lowtide.capture.read_numbers import Variables
 from lowtide.capture.rehearsal import Effects
 from lowtide.capture.trace.expected import Answers
 from lowtide.objects.places import current
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,10 @@ class Known:
         """The next thing to try where more is done with numbers that are read of tensors than is known. ``clocked``: some are
         those of clocks."""
         if clocked:
+            _LOG.info(
+                "the forward pass does more with what a clock says than to compute with it, or to keep or return it: planned "
+                "calls have what all clocks said in the capture"
+            )
             return replace(self, effects=effects, clocks=False)
         return replace(self, effects=effects, items=self.items and bool(self.unknown), unknown=frozenset())
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -23,11 +23,12 @@ from lowtide.capture.conversions import numbers_read
 from lowtide.capture.copies import copy_without_data
 from lowtide.capture.numbers_left import NumbersLeft, flat, holds, layout, refuse_read
 from lowtide.capture.python_state.effects import attribute_effects
+from lowtide.capture.python_state.effects.argument_effects import ArgumentWrites
 from lowtide.capture.python_state.effects.random_numbers import untouched
 from lowtide.capture.python_state.effects.snapshots import Snapshot, snapshot
 from lowtide.capture.python_state.guards import counters
 from lowtide.capture.python_state.guards.counters import Readers
-from lowtide.capture.python_state.guards.external_effects import WHAT_TO_DO, ExternalEffects, hooks_in
+from lowtide.capture.python_state.guards.external_effects import WHAT_TO_DO, ExternalEffects, hooks_in, refuse_arguments
 from lowtide.capture.python_state.guards.reads import Place, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, tensors_in, texts, value_at
 from lowtide.capture.read_numbers import TensorNumbers
@@ -77,12 +78,14 @@ def rehearse(
     left: Collection[AttributePath] = (),
     expected: Sequence[bool | None] | None = (),
     read: TensorNumbers | None = None,
+    told: Mapping[Any, Any] | None = None,
 ) -> Effects:
     """What a call does to the attributes; calls of one copy of the model find out. ``reads``: what its code reads, and of that
     ``outside`` what each call changes outside of the model; ``compared``: attributes that are only compared, and that planned
     calls count on, or set, too; ``left``: those that it leaves tensors in, as far as is known; ``read``: how it reads numbers
-    of tensors that it has computed, if it does. Raises ``CaptureError`` where calls do not settle, see
-    ``effects.attribute_effects``."""
+    of tensors that it has computed, if it does; ``told``: numbers and texts that the trace has written into its arguments, to
+    which the first call comes, too, unless they follow from what no guard sees. Raises ``CaptureError`` where they do, or
+    calls do not settle, see ``effects.attribute_effects``."""
     model, state, tensors = traced.model, traced.state, traced.tensors
     mode = AnsweringFakeMode(expected=expected, rehearses=True)
     count = len(state.tensors) + len(followed)
@@ -101,12 +104,15 @@ def rehearse(
         called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs, notes_code), snapshot(clone)
         hooks = hooks_in(clone)
         args, kwargs = rebuilt(traced.arguments, wholes[: len(state.tensors)], inputs, lambda one: one.value)
+        writes = ArgumentWrites(traced.arguments.leaves[0], (args, kwargs), traced.distinct)
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         mode.expectations.begin()
         reading = numbers_read(clone, read) if read is not None else contextlib.nullcontext()
         with as_traced(), untouched(), traced.caches.without_fakes(), traced.classes, outer, mode, reading:
             with called, numbers_left.noticed():
                 result = clone.forward(*args, **kwargs)
+            if told and not calls and not told.items() <= writes.plain_values().items():
+                refuse_arguments()
             called.ended(clone, before, result)
             numbers_left.put(clone, called.changes.tensors, before)
             if (outside or (calls or [called])[0].changes.plain) and called.backward_runs_code(result, readers):

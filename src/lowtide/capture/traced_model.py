@@ -102,7 +102,7 @@ class TracedRun:
     whether it ``requires_grad``, its entry in the ``mask``, and of what it is ``viewed``. ``changes``: of attributes;
     ``settings``: the plain values among them, and ``unknown`` those that got other ones. ``buffers``: registered or replaced.
     ``specs``: how results are distributed. ``unlinked``: see ``Program``. ``rewired``: whether modules have other hooks now;
-    ``derived``: attributes that get numbers of tensors.
+    ``derived``: attributes that get numbers of tensors. ``told``: numbers and texts that it writes into its arguments.
     """
 
     result: Any
@@ -118,6 +118,7 @@ class TracedRun:
     rewired: bool
     writes: tuple[ArgumentWrite, ...]
     derived: set[AttributePath]
+    told: dict[Any, Any]
 
 
 class TracedModel:
@@ -278,7 +279,7 @@ class TracedModel:
         buffers = registered(model, left, known, declared)
         outputs, viewed = outputs_of([*flat, *without], mask + (False,) * len(without), tensors)
         requires_grad = (*(tensor.requires_grad for tensor in flat), *(False for _ in without))
-        rest = buffers, specs, unreached(tensors, flat), rewired, writes.made, derived
+        rest = buffers, specs, unreached(tensors, flat), rewired, writes.made, derived, writes.told
         self._run = TracedRun(result, requires_grad, mask, viewed, changes, settings, unknown, *rest)
         self.after_run()
         standing.until_ended()

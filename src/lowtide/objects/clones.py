@@ -33,8 +33,9 @@ def items_of(node: Any) -> Any:
 
 def has_more(container: Any) -> bool:
     """Whether it has attributes beside what it holds. (Results of Transformers' have each item as an attribute, too.)"""
-    held = items_of(container) if isinstance(container, dict) else {}
-    return any(held.get(name, container) is not value for name, value in beside(container).items())
+    more = beside(container)
+    held = items_of(container) if more and isinstance(container, dict) else {}
+    return any(held.get(name, container) is not value for name, value in more.items())
 
 
 def empty(like: Any, items: Any = ()) -> Any:

@@ -1,8 +1,8 @@
 """What a forward pass writes into dictionaries, lists and objects among its arguments, as code does that hands a batch on from
 module to module (``batch["features"] = self.encoder(batch["image"])``): planned calls write the same into those they are given.
 
-A trace is given copies of them. What it leaves there is taken out again, and becomes a result: plain values as well, which
-follow from those among the arguments, and from what else the program is made for.
+A trace is given copies of them. What it leaves there is taken out again, and becomes a result: plain values as well, where a
+rehearsed call (``capture.rehearsal``) that begins as the trace did comes to the same ones.
 """
 
 from __future__ import annotations
@@ -14,13 +14,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import nn
 
+from lowtide.capture.python_state.guards.external_effects import refuse_arguments
 from lowtide.objects import structure
 from lowtide.objects.clones import items_of
-from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, is_open, own_attributes, reachable, refill
+from lowtide.objects.walk import (
+    ABSENT,
+    CLOSED,
+    CONTAINERS,
+    PLAIN,
+    beside,
+    content,
+    exact,
+    fields,
+    is_open,
+    own_attributes,
+    reachable,
+    refill,
+)
 
 _DICTIONARIES = (dict, OrderedDict, defaultdict)
+_ARRAY = "[:]"
+_TOLD = frozenset((int, float, complex, str, bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +50,17 @@ class ArgumentWrite:
     removed: bool = False
 
     def perform(self, holders: Sequence[Any], value: Any) -> None:
+        """Past what the holder's class makes of it: what that made of the value is known."""
         holder = holders[self.number]
         if isinstance(holder, list):
-            holder[:] = value
-        elif self.removed:
-            _items(holder).pop(self.key, None)
-        else:
-            _items(holder)[self.key] = value
+            list.__setitem__(holder, slice(None), value)
+            return
+        items = _items(holder)
+        kind = OrderedDict if isinstance(items, OrderedDict) else dict
+        if not self.removed:
+            kind.__setitem__(items, self.key, value)
+        elif dict.__contains__(items, self.key):
+            kind.__delitem__(items, self.key)
 
 
 def holders(arguments: Any, given: Any) -> list[Any]:
@@ -52,25 +73,30 @@ def are_distinct(given: Sequence[Any]) -> bool:
     return len({*map(id, given)}) == len(given)
 
 
-def _holders(node: Any, given: Any) -> Iterator[Any]:
+def _holders(arguments: Any, given: Any) -> Iterator[Any]:
+    for one in _inside(arguments, given):
+        if not isinstance(one, tuple) and (isinstance(one, (list, dict)) or own_attributes(one) is not None):
+            yield one
+
+
+def _inside(node: Any, given: Any) -> Iterator[Any]:
+    """All containers and objects in what was ``given`` that are taken apart."""
     if isinstance(node, structure.OpenObject):
-        if own_attributes(given) is not None or (node.items is not None and not isinstance(given, tuple)):
-            yield given
+        yield given
         for name, child in node.attributes.items():
-            yield from _holders(child, object.__getattribute__(given, name))
+            yield from _inside(child, object.__getattribute__(given, name))
         inside = () if node.items is None else node.items.leaves
         for child, one in zip(inside, structure.items_in(items_of(given)), strict=True):
-            yield from _holders(child, one)
+            yield from _inside(child, one)
     elif isinstance(node, structure.Nested) and type(given) in (tuple, list, *_DICTIONARIES):
-        if not isinstance(given, tuple):
-            yield given
+        yield given
         for child, one in zip(node.leaves, structure.items_in(given), strict=True):
-            yield from _holders(child, one)
+            yield from _inside(child, one)
 
 
 class ArgumentWrites:
     """Of one run, on copies of the arguments of this structure, where these are ``distinct``. ``made``: where it has written,
-    and ``values`` what."""
+    and ``values`` what; ``told``: see ``plain_values``."""
 
     def __init__(self, arguments: Any, given: Any, distinct: bool) -> None:
         self._holders = holders(arguments, given) if distinct else []
@@ -80,11 +106,15 @@ class ArgumentWrites:
         # That hold no tensors: what is written there is left for others to refuse, with all else.
         others = [own_attributes(one) for one in objects if is_open(one) or isinstance(one, types.SimpleNamespace)]
         self._others = [(own, dict(own)) for own in others if own is not None]
+        self._rest = [(one, _rest(one)) for one in (*_inside(arguments, given), *objects)]
         self.made: tuple[ArgumentWrite, ...] = ()
         self.values: tuple[Any, ...] = ()
+        self.told: dict[Any, Any] = {}
 
     def take(self, model: nn.Module, result: Any) -> Any:
-        """The ``result`` of the run with slots for the holders, which are as before. Takes nothing where it cannot take all."""
+        """The ``result`` of the run with slots for the holders, which are as before. Takes nothing where it cannot take all.
+        Raises ``CaptureError`` where nobody else would notice: slots, arrays, and attributes of containers."""
+        self._refuse_rest()
         found = [*self._found()]
         if not found or not all(_is_as_before(*one) for one in self._others):
             return result
@@ -95,25 +125,63 @@ class ArgumentWrites:
         elsewhere = reachable([values, result, *map(own_attributes, model.modules())], _may_hold)  # unseen by observers
         if any(id(one) in changed for one in elsewhere) or not all(isinstance(write.key, PLAIN) for write, _ in found):
             return result
+        self.told = self.plain_values()
         for number in written:
             _put_back(self._holders[number], self._before[number])
         self.made, self.values = tuple(write for write, _ in found), values
         return result
 
+    def plain_values(self) -> dict[Any, Any]:
+        """Numbers and texts that the run has written, by where. What stands for a number is none."""
+        found = {}
+        for write, value in self._found():
+            for place, one in enumerate(value if write.key is None else (value,)):
+                if type(one) in _TOLD:
+                    found[write.number, write.key, place] = type(one), exact(one)
+        return found
+
+    def _refuse_rest(self) -> None:
+        lost = [(one, before, now) for one, before in self._rest if not _are_same(before, now := _rest(one))]
+        for one, before, _ in lost:
+            if _ARRAY in before:
+                one[:] = before[_ARRAY]
+        if lost:
+            refuse_arguments()
+
     def _found(self) -> Iterator[tuple[ArgumentWrite, Any]]:
         for number, (holder, before) in enumerate(zip(self._holders, self._before, strict=True)):
             if isinstance(holder, list):
-                if [*map(id, holder)] != [*map(id, before)]:
-                    yield ArgumentWrite(number, None), tuple(holder)
+                if [*map(id, list.__iter__(holder))] != [*map(id, before)]:
+                    yield ArgumentWrite(number, None), tuple(list.__iter__(holder))
                 continue
-            now = _items(holder)
+            now = _copy(holder)
             moved = _moved(before, now)
-            yield from (
-                (ArgumentWrite(number, key, removed=True), None) for key in before if key not in now or key in moved
-            )
+            for key in before:
+                if key not in now or key in moved:
+                    yield ArgumentWrite(number, key, removed=True), None
             for key, value in now.items():
                 if before.get(key, ABSENT) is not value or key in moved:
                     yield ArgumentWrite(number, key), value
+
+
+def _rest(one: Any) -> dict[str, Any]:
+    """What of an argument is in no holder: values in slots, attributes beside the items of a container, bytes of an array."""
+    if isinstance(one, (np.ndarray, bytearray)):
+        return {_ARRAY: one.copy()}
+    if isinstance(one, CONTAINERS):
+        return dict(beside(one))
+    if isinstance(one, (*PLAIN, *CLOSED)) or not is_open(one):
+        return {}
+    own = own_attributes(one) or {}
+    return {name: value for name, value in fields(one).items() if name not in own}
+
+
+def _are_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    if before.keys() != now.keys():
+        return False
+    return all(
+        content(value) == content(now[name]) if name == _ARRAY else value is now[name] for name, value in before.items()
+    )
 
 
 def _moved(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> set[Any]:
@@ -132,7 +200,7 @@ def _items(holder: Any) -> Any:
 
 
 def _copy(holder: Any) -> Any:
-    return [*holder] if isinstance(holder, list) else dict(_items(holder))
+    return [*list.__iter__(holder)] if isinstance(holder, list) else items_of(_items(holder))
 
 
 def _put_back(holder: Any, before: Any) -> None:

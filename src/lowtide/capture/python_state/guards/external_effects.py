@@ -51,6 +51,14 @@ WHAT_TO_DO = (
 )
 
 
+def refuse_arguments() -> NoReturn:
+    """Raises ``CaptureError`` for what is written where planned calls do not write."""
+    raise CaptureError(
+        "the forward pass adds to a list, a dict or an object among its arguments, or counts in it (or does so at a "
+        "parameter), which planned calls would not do. Return what it adds, or run the model under lowtide.online."
+    )
+
+
 @contextlib.contextmanager
 def hooks_kept(model: nn.Module) -> Iterator[None]:
     """Raises ``CaptureError`` where code inside adds or removes hooks of the ``model``: a hook's handle knows the module it was
@@ -123,10 +131,7 @@ class ExternalEffects(Reach):
     def refuse(self) -> NoReturn:
         """Raises ``CaptureError`` for what is ``lost``."""
         if ARGUMENT in self.lost:
-            raise CaptureError(
-                "the forward pass adds to a list, a dict or an object among its arguments, or counts in it (or does so at a "
-                "parameter), which planned calls would not do. Return what it adds, or run the model under lowtide.online."
-            )
+            refuse_arguments()
         raise CaptureError(
             f"the forward pass, or a hook of a submodule, keeps tensors outside of the model ({', '.join(self.lost)}), where "
             "planned calls would not put them. Return them from forward, keep them in an attribute of the module "
