@@ -489,7 +489,11 @@ def test_interrupted_again_while_it_ends(tmp_path: Path) -> None:
         "time.sleep(60)\n"
     )
     words = [sys.executable, "-m", "lowtide", "run", str(script)]
-    ended = subprocess.run(words, capture_output=True, text=True, env=os.environ, timeout=300, check=False)
+
+    def listen() -> None:  # what runs in the background ignores interrupts, and so do its children
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    ended = subprocess.run(words, capture_output=True, text=True, env=os.environ, timeout=300, preexec_fn=listen)
     assert ended.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
     assert ended.stderr.count("Traceback") == 1
     assert "Exception ignored" not in ended.stderr
