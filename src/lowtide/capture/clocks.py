@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lowtide.capture.python_state.code.beside import Code, places_of
+from lowtide.capture.python_state.code.beside import Code, Variable, places_of
+from lowtide.capture.python_state.code.installed import is_installed
 from lowtide.capture.read_numbers import TensorNumbers
-from lowtide.capture.trace.patches import all_wrapped
+from lowtide.capture.trace.patches import all_wrapped, stood_for
 from lowtide.program.clocks import ASK, NAMES
 
 _CLOCKS = (*NAMES, *(f"{name}_ns" for name in NAMES))
@@ -22,29 +24,30 @@ _CLOCKS = (*NAMES, *(f"{name}_ns" for name in NAMES))
 @contextlib.contextmanager
 def clocks_followed(code: Code, numbers: TensorNumbers) -> Iterator[None]:
     """Inside, what clocks say to code that is neither Python's nor PyTorch's stands for the number of a tensor: where it asks
-    them by the module ``time``, or by a name that they were imported under, another one than their own beside the model's
-    ``code`` alone."""
+    them by the module ``time``, or by a variable of a module that they were imported into."""
 
-    def asking(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-        def wrap(function: Callable[[], Any]) -> Callable[[], Any]:
-            def ask() -> Any:
-                calling = sys._getframe(2).f_globals  # behind what tells threads apart
-                number = None if _is_of_library(calling.get("__name__")) else numbers.clock(lambda: ASK(name))
-                return function() if number is None else number
+    def asking(function: Callable[[], Any]) -> Callable[[], Any]:
+        name = stood_for(function).__name__  # where another thread follows clocks, too
 
-            return ask
+        def ask() -> Any:
+            calling = sys._getframe(2).f_globals  # behind what tells threads apart
+            number = None if _is_of_library(calling.get("__name__")) else numbers.clock(lambda: ASK(name))
+            return function() if number is None else number
 
-        return wrap
+        return ask if name in _CLOCKS else function
 
-    with contextlib.ExitStack() as stack:
-        for name in _CLOCKS:
-            own = getattr(time, name)
-            imported = [
-                (file, name) for file in [*sys.modules.values()] if getattr(file, "__dict__", {}).get(name) is own
-            ]
-            places = [place for place in imported if not _is_of_library(place[0].__name__)]
-            stack.enter_context(all_wrapped({*places_of([(time, [name])], code[1]), *places}, asking(name)))
+    clocks = [(time, _CLOCKS)]
+    with all_wrapped(dict.fromkeys((*places_of(clocks, code[1]), *places_of(clocks, _imported()))), asking):
         yield
+
+
+def _imported() -> Iterator[Variable]:
+    """Variables that clocks may be in: all of modules that are not installed, and those of their names in others."""
+    for file in [*sys.modules.values()]:
+        if isinstance(file, types.ModuleType) and not _is_of_library(file.__name__):
+            variables = vars(file)
+            names = _CLOCKS if is_installed(str(getattr(file, "__file__", ""))) else tuple(variables)
+            yield from ((file, name, variables[name]) for name in names if name in variables)
 
 
 def _is_of_library(name: Any) -> bool:
