@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import runpy
 import sys
 import time
+import types
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -93,3 +96,33 @@ def test_planned_calls_ask_clocks_anew(leave: Any) -> None:
         elif leave is _late:
             assert left == "in time"
     assert model.forward.parts is None
+
+
+_SCRIPT = """
+from time import perf_counter as now
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
+
+    def forward(self, x):
+        return self.layers(x), now()
+"""
+
+
+def test_a_main_module_that_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in processes that ``multiprocessing`` spawns: variables of its functions are not its own."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    made = runpy.run_path(str(script), run_name="__mp_main__")
+    copied = types.ModuleType("__mp_main__")
+    vars(copied).update(made)
+    monkeypatch.setitem(sys.modules, "__mp_main__", copied)
+    model, x = made["Model"](), torch.randn(64, 16)
+    lowtide.rematerialize(model, (x,), budget="100%")
+    for _ in range(3):
+        before = time.perf_counter()
+        _, asked = model(x)
+        assert before <= asked <= time.perf_counter()
