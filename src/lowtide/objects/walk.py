@@ -259,7 +259,12 @@ def fields(value: Any) -> dict[str, Any]:
     """The attributes of an object, those in slots included, past what its class makes of reading them: a configuration may
     refuse to answer."""
     own = getattr(value, "__dict__", None)
-    found = dict(own) if type(own) is dict else {}
+    return {**(own if type(own) is dict else {}), **in_slots(value)}
+
+
+def in_slots(value: Any) -> dict[str, Any]:
+    """What an object has in slots, by name, past what its class makes of reading it."""
+    found = {}
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from lowtide.objects.walk import (
     beside,
     content,
     exact,
-    fields,
+    in_slots,
     is_open,
     own_attributes,
     reachable,
@@ -106,7 +106,8 @@ class ArgumentWrites:
         # That hold no tensors: what is written there is left for others to refuse, with all else.
         others = [own_attributes(one) for one in objects if is_open(one) or isinstance(one, types.SimpleNamespace)]
         self._others = [(own, dict(own)) for own in others if own is not None]
-        self._rest = [(one, _rest(one)) for one in (*_inside(arguments, given), *objects)]
+        known = [(one, _reader_of_rest(one)) for one in (*_inside(arguments, given), *objects)]
+        self._rest = [(one, read, read(one)) for one, read in known if read is not None]
         self.made: tuple[ArgumentWrite, ...] = ()
         self.values: tuple[Any, ...] = ()
         self.told: dict[Any, Any] = {}
@@ -141,8 +142,8 @@ class ArgumentWrites:
         return found
 
     def _refuse_rest(self) -> None:
-        lost = [(one, before, now) for one, before in self._rest if not _are_same(before, now := _rest(one))]
-        for one, before, _ in lost:
+        lost = [(one, before) for one, read, before in self._rest if not _are_same(before, read(one))]
+        for one, before in lost:
             if _ARRAY in before:
                 one[:] = before[_ARRAY]
         if lost:
@@ -164,16 +165,14 @@ class ArgumentWrites:
                     yield ArgumentWrite(number, key), value
 
 
-def _rest(one: Any) -> dict[str, Any]:
-    """What of an argument is in no holder: values in slots, attributes beside the items of a container, bytes of an array."""
+def _reader_of_rest(one: Any) -> Callable[[Any], dict[str, Any]] | None:
+    """What reads of an argument all that is in no holder: values in slots, attributes beside the items of a container, bytes of
+    an array; unseen by observers."""
     if isinstance(one, (np.ndarray, bytearray)):
-        return {_ARRAY: one.copy()}
+        return lambda array: {_ARRAY: array.copy()}
     if isinstance(one, CONTAINERS):
-        return dict(beside(one))
-    if isinstance(one, (*PLAIN, *CLOSED)) or not is_open(one):
-        return {}
-    own = own_attributes(one) or {}
-    return {name: value for name, value in fields(one).items() if name not in own}
+        return lambda container: dict(beside(container))
+    return in_slots if is_open(one) and not isinstance(one, CLOSED) else None
 
 
 def _are_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
