@@ -136,10 +136,10 @@ def test_what_does_not_fit_in_parts_runs_online(caplog: pytest.LogCaptureFixture
     """What its parts run in the backward pass is no other model's, so that steps are its own. Its parts need 61.8 %."""
     model, rows = _Reversible(), 4 * ROWS
     plain = _steps(copy.deepcopy(model), 5, rows)
-    lowtide.rematerialize(model, (torch.randn(rows, 2 * WIDTH),), budget="61.5%")
+    lowtide.rematerialize(model, (torch.randn(rows, 2 * WIDTH),), budget="61%")
     found = _steps(model, 5, rows)
     _assert_equal(found, plain)
-    assert max(peak for peak, *_ in found[4:]) <= 0.615 * plain[0][0]
+    assert max(peak for peak, *_ in found[4:]) <= 0.61 * plain[0][0]
     assert "its parts do not fit" in caplog.text and model.forward.is_online
 
 
