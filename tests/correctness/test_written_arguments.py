@@ -292,6 +292,16 @@ def _mixed(one: Any) -> None:
 
 
 _HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], Any]]] = {
+    "an array of no dimension": (
+        lambda: {"x": _x(), "array": np.array(1.0)},
+        lambda one: one["array"].__iadd__(1),
+        lambda one: one["array"].tolist(),
+    ),
+    "slots of an object without tensors": (
+        lambda: {"x": _x(), "slots": _Slots(None)},  # type: ignore[arg-type]
+        lambda one: setattr(one["slots"], "calls", one["slots"].calls + 1),
+        lambda one: one["slots"].calls,
+    ),
     "slots": (lambda: _Slots(_x()), lambda one: setattr(one, "calls", one.calls + 1), lambda one: one.calls),
     "slots and attributes": (_Mixed, _mixed, lambda one: (one.calls, one.seen)),
     "an array": (
@@ -307,7 +317,7 @@ _HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any
     "attributes of a dictionary": (
         lambda: _Counting(x=_x()),
         lambda one: one.__setitem__("n", 1),
-        lambda one: (one.calls, one["n"]),
+        lambda one: (one.calls, one.get("n")),
     ),
     "what a dictionary makes of an item": (
         lambda: _Doubling(x=_x(), n=1),
@@ -328,8 +338,9 @@ def test_what_is_written_where_few_look(case: str) -> None:
 
     torch.manual_seed(0)
     plain = _Written(forward_of)
-    model = copy.deepcopy(plain)
-    lowtide.rematerialize(model, budget="100%", planner="greedy")
+    model, sample = copy.deepcopy(plain), make()
+    lowtide.rematerialize(model, (sample,), budget="100%", planner="greedy")
+    assert told(sample) == told(make())
     kept = [make(), make()]
     for number in range(3):
         for given in (kept, [make(), make()]):

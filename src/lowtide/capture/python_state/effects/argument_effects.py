@@ -143,9 +143,14 @@ class ArgumentWrites:
 
     def _refuse_rest(self) -> None:
         lost = [(one, before) for one, read, before in self._rest if not _are_same(before, read(one))]
-        for one, before in lost:
-            if _ARRAY in before:
+        for one, before in lost:  # some may be the caller's own
+            if isinstance(one, np.ndarray):
+                one[...] = before[_ARRAY]
+            elif isinstance(one, bytearray):
                 one[:] = before[_ARRAY]
+            else:
+                for name, value in before.items():
+                    object.__setattr__(one, name, value)
         if lost:
             refuse_arguments()
 
