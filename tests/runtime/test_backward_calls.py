@@ -131,15 +131,24 @@ def test_what_the_backward_pass_calls_is_planned() -> None:
     assert len(lowtide.plans(model)) == len(model.blocks)
 
 
+class _Waves(_Reversible):
+    """What code between its parts saves is most of a step, and the online mode alone can evict it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(24):
+            x = torch.sin(x.requires_grad_() if x.is_leaf else x)
+        return super().forward(x)
+
+
 @pytest.mark.filterwarnings("ignore:the online mode has spent")
 def test_what_does_not_fit_in_parts_runs_online(caplog: pytest.LogCaptureFixture) -> None:
-    """What its parts run in the backward pass is no other model's, so that steps are its own. Its parts need 61.8 %."""
-    model, rows = _Reversible(), 4 * ROWS
-    plain = _steps(copy.deepcopy(model), 5, rows)
-    lowtide.rematerialize(model, (torch.randn(rows, 2 * WIDTH),), budget="61%")
-    found = _steps(model, 5, rows)
+    """What its parts run in the backward pass is no other model's, so that steps are its own."""
+    model, rows = _Waves(), 4 * ROWS
+    plain = _steps(copy.deepcopy(model), 6, rows)
+    lowtide.rematerialize(model, (torch.randn(rows, 2 * WIDTH),), budget="70%")
+    found = _steps(model, 6, rows)
     _assert_equal(found, plain)
-    assert max(peak for peak, *_ in found[4:]) <= 0.61 * plain[0][0]
+    assert max(peak for peak, *_ in found[4:]) <= 0.7 * plain[0][0]
     assert "its parts do not fit" in caplog.text and model.forward.is_online
 
 
