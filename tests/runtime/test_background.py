@@ -170,37 +170,32 @@ def test_the_search_ends_with_the_process(number: signal.Signals) -> None:
     assert not _is_alive(process)
 
 
-def test_a_process_that_ends_while_a_plan_is_prepared_ends_well() -> None:
-    """A thread that comes back from PyTorch's code when Python is no more aborts the process."""
+def _ended_while_it_prepares(*lines: str) -> str:
+    """What a process says that ends well while a plan is prepared, which these lines do there."""
     code = (
-        "import threading, torch; from tests.runtime.test_background import _long_searched, _searching\n"
+        "import os, signal, threading, time, torch\n"
+        "from tests.runtime.test_background import _long_searched, _searching\n"
         "began, model = threading.Event(), _long_searched()\n"
         "def prepare(plan):\n"
         "    began.set()\n"
-        "    for _ in range(3000): torch.ones(200, 200).sum()\n"
-        "_searching(model)._listener.prepare = prepare\n"
+        + "".join(f"    {line}\n" for line in lines)
+        + "_searching(model)._listener.prepare = prepare\n"
         "assert began.wait(60)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+    return ended.stderr
+
+
+def test_a_process_that_ends_while_a_plan_is_prepared_ends_well() -> None:
+    """A thread that comes back from PyTorch's code when Python is no more aborts the process."""
+    _ended_while_it_prepares("for _ in range(3000): torch.ones(200, 200).sum()")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_an_interrupt_while_a_search_is_ended_is_not_shown() -> None:
-    code = (
-        "import os, signal, threading, time; from tests.runtime.test_background import _long_searched, _searching\n"
-        "began, model = threading.Event(), _long_searched()\n"
-        "def prepare(plan):\n"
-        "    began.set()\n"
-        "    time.sleep(1)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    time.sleep(0.5)\n"
-        "_searching(model)._listener.prepare = prepare\n"
-        "assert began.wait(60)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "KeyboardInterrupt" not in ended.stderr
+    said = _ended_while_it_prepares("time.sleep(1)", "os.kill(os.getpid(), signal.SIGINT)", "time.sleep(0.5)")
+    assert "KeyboardInterrupt" not in said
 
 
 @pytest.mark.parametrize(
