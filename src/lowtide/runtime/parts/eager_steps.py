@@ -44,18 +44,23 @@ class EagerSteps:
             self._ended = False
         self._ending = False  # also after a backward pass that failed
 
-    def given(self, arguments: Any) -> None:
+    def given(self, arguments: Any) -> bool:
+        """A call takes these arguments; whether they have outgrown those before."""
         tensors = structure.flatten(arguments)[0]
         if any(tensor.grad_fn is not None for tensor in tensors):
             self.are_its_own = False
         now = strided_bytes(tensors), self._trained_bytes()
+        outgrown = self._are_below(now)
         self.grew = any(map(operator.gt, now, self._largest))
         self._largest = max(now[0], self._largest[0]), max(now[1], self._largest[1])
+        return outgrown
 
     def are_outgrown(self, arguments: Any) -> bool:
         """Whether these arguments are larger than those of the calls before, or more is trained, so that a step may take more
         than any of these."""
-        now = strided_bytes(structure.flatten(arguments)[0]), self._trained_bytes()
+        return self._are_below((strided_bytes(structure.flatten(arguments)[0]), self._trained_bytes()))
+
+    def _are_below(self, now: tuple[int, int]) -> bool:
         return any(0 < largest < one for largest, one in zip(self._largest, now, strict=True))
 
     def returned(self, result: Any) -> None:

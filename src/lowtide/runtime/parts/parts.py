@@ -80,8 +80,7 @@ class Parts(PartsInPlace):
         if self._calls:
             return None
         peak_bytes, at_once = self._eager.peak_bytes, not (self._has_any or is_percentage(self.shared.settings.given))
-        self.shared.grows = self.are_outgrown(arguments)
-        self._eager.given(arguments)
+        self.shared.grows = self._eager.given(arguments) and is_percentage(self.shared.settings.given)
         if self.shared.grows or (self.planned() and not self._is_hopeless):
             return None
         tried = not self._has_any or self._is_hopeless or (self.are_none and not self.watch.calls)
