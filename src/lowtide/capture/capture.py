@@ -217,9 +217,8 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             return learned
         if effects is None and (traced.run.changes or traced.run.rewired or outside or traced.run.told):
             places, left = [one.place for one in traced.compared()], traced.run.changes.tensors
-            numbers_read = read if read else None
             told = traced.run.told
-            effects = rehearse(call, held, traced.reads, outside, places, left, known.expected, numbers_read, told)
+            effects = rehearse(call, held, traced.reads, outside, places, left, known.expected, read or None, told)
             if known.unknown and not {*left} <= {one.place for one in effects.tensors}:
                 return known.without_numbers_read(None)  # it leaves numbers that the rehearsal knew
             if effects.tensors or effects.carried:

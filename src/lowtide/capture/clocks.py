@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowtide.capture.python_state.code.beside import Code, Variable, places_of
+from lowtide.capture.python_state.code.code_names import is_trusted_module
 from lowtide.capture.python_state.code.installed import is_installed
 from lowtide.capture.read_numbers import TensorNumbers
 from lowtide.capture.trace.patches import all_wrapped, stood_for
 from lowtide.program.clocks import ASK, NAMES
-
-_CLOCKS = (*NAMES, *(f"{name}_ns" for name in NAMES))
 
 
 @contextlib.contextmanager
@@ -31,25 +30,19 @@ def clocks_followed(code: Code, numbers: TensorNumbers) -> Iterator[None]:
 
         def ask() -> Any:
             calling = sys._getframe(2).f_globals  # behind what tells threads apart
-            number = None if _is_of_library(calling.get("__name__")) else numbers.clock(lambda: ASK(name))
+            number = None if is_trusted_module(str(calling.get("__name__"))) else numbers.clock(lambda: ASK(name))
             return function() if number is None else number
 
-        return ask if name in _CLOCKS else function
+        return ask if name in NAMES else function
 
-    clocks = [(time, _CLOCKS)]
-    with all_wrapped(dict.fromkeys((*places_of(clocks, code[1]), *places_of(clocks, _imported()))), asking):
+    with all_wrapped(dict.fromkeys(places_of([(time, NAMES)], (*code[1], *_imported()))), asking):
         yield
 
 
 def _imported() -> Iterator[Variable]:
     """Variables that clocks may be in: all of modules that are not installed, and those of their names in others."""
     for file in [*sys.modules.values()]:
-        if isinstance(file, types.ModuleType) and not _is_of_library(file.__name__):
+        if isinstance(file, types.ModuleType) and not is_trusted_module(file.__name__):
             variables = vars(file)
-            names = _CLOCKS if is_installed(str(getattr(file, "__file__", ""))) else tuple(variables)
+            names = NAMES if is_installed(str(getattr(file, "__file__", ""))) else tuple(variables)
             yield from ((file, name, variables[name]) for name in names if name in variables)
-
-
-def _is_of_library(name: Any) -> bool:
-    root = str(name).partition(".")[0]
-    return root in ("torch", "lowtide") or root in sys.stdlib_module_names

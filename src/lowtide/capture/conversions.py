@@ -23,8 +23,7 @@ from lowtide.capture.parsed import followed_by_functions
 from lowtide.capture.python_state.code.beside import Code, code_of
 from lowtide.capture.python_state.code.code_names import codes, functions_of, is_trusted_module
 from lowtide.capture.python_state.guards.compared import StandIn
-from lowtide.capture.read_numbers import TensorNumbers, Variables
-from lowtide.capture.taken_numbers import TakingNumbers
+from lowtide.capture.read_numbers import ReadingNumbers, TensorNumbers, Variables
 from lowtide.capture.trace.patches import STANDS_FOR, InPlace
 from lowtide.objects.walk import ABSENT
 
@@ -102,17 +101,7 @@ def numbers_read(model: nn.Module, like: TensorNumbers) -> Iterator[None]:
         yield
 
 
-class _Reading(TakingNumbers):
-    def __init__(self, numbers: TensorNumbers) -> None:
-        super().__init__()
-        self.numbers = numbers
-
-    def run(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
-        made = super().run(func, self.numbers.indexing(func, args), kwargs, calling)
-        if not kwargs:
-            self.numbers.note_sum(func, args, made)
-        return made
-
+class _Reading(ReadingNumbers):
     def called(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
         number = self.numbers.item(args[0]) if func is torch.Tensor.item else None
         return func(*args, **kwargs) if number is None else number

@@ -22,8 +22,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from lowtide.capture.positions import is_whole, with_places
 from lowtide.capture.python_state.guards.compared import Comparisons, StandIn, kind_of
 from lowtide.capture.python_state.guards.shown import at_least, at_most
+from lowtide.capture.taken_numbers import TakingNumbers
 from lowtide.capture.trace.classes import fake_of
 from lowtide.capture.trace.expected import READ, expect, is_drawn
+from lowtide.capture.trace.selected import Selected
 from lowtide.program.items import TensorNumber
 from lowtide.program.scalars import NUMBERS, Operation, Taken
 
@@ -149,6 +151,20 @@ class TensorNumbers:
             if function in _INSIDE or not drawn:
                 expect(made, function in _USUALLY)
             return bool(made)
+
+
+class ReadingNumbers(TakingNumbers):
+    """Inside, tensors are indexed by the ``numbers`` of others, too, and sums of these are noted."""
+
+    def __init__(self, numbers: TensorNumbers) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def run(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
+        made = super().run(func, self.numbers.indexing(func, args), kwargs, calling)
+        if not kwargs and not isinstance(made, Selected):
+            self.numbers.note_sum(func, args, made)
+        return made
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:

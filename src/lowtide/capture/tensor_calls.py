@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowtide.capture.conversions import CONVERSIONS
 from lowtide.capture.foreach import for_each
 from lowtide.capture.python_state.guards.reads import Reads
-from lowtide.capture.read_numbers import TensorNumbers
-from lowtide.capture.taken_numbers import TakingNumbers
+from lowtide.capture.read_numbers import ReadingNumbers, TensorNumbers
 from lowtide.capture.trace.autocast import Period
 from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, TRACED, is_leaf, refuse_unknown, unregistered
 from lowtide.capture.trace.expected import flag_of
@@ -111,7 +110,7 @@ def told_as_in_eager() -> Iterator[None]:
         yield
 
 
-class TensorCalls(TakingNumbers):
+class TensorCalls(ReadingNumbers):
     """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
     whose values become numbers of Python's, and which tensors have no gradient. ``state``: what must not be given other data,
     for the ``registered`` tensors; its gradients, and those of ``others``, are the user's. Raises ``GradientRequiredError`` at
@@ -127,12 +126,11 @@ class TensorCalls(TakingNumbers):
         reads: Reads,
         numbers: TensorNumbers,
     ) -> None:
-        super().__init__()
+        super().__init__(numbers)
         self.registered = registered
         self.state, self.given = state, [*state, *others]
         self.period = period
         self.reads = reads
-        self.numbers = numbers
         self._assigned = AssignedData(state)
         self.replaced = replaced_methods()
         known = len(state)
@@ -165,11 +163,9 @@ class TensorCalls(TakingNumbers):
         return self.run(below(func, calling), args, kwargs or {}, calling)
 
     def run(self, func: Any, args: Any, kwargs: Any, calling: FrameType) -> Any:
-        made = super().run(func, self.numbers.indexing(func, args), kwargs, calling)
+        made = super().run(func, args, kwargs, calling)
         if isinstance(made, Selected):
             self._selected.append(weakref.ref(made))
-        elif not kwargs:
-            self.numbers.note_sum(func, args, made)
         return made
 
     def called(self, func: Any, args: Any, kwargs: Any, calling: FrameType) -> Any:

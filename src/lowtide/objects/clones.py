@@ -19,13 +19,14 @@ _lock, _inside = threading.Lock(), 0
 _MOST_SPREAD, _MOST_BYTES = 16, 1 << 16  # of the memory that an array is a view of, for a copy of that
 
 
-def _base(node: Any) -> Any:
+def base_of(node: Any) -> Any:
+    """Which of Python's own lists, tuples and dictionaries it is one of; ``None`` for anything else."""
     return next((base for base in _BASES if isinstance(node, base)), None)
 
 
 def items_of(node: Any) -> Any:
     """What is in a list, a tuple or a dictionary, in one of Python's own; ``None`` for anything else."""
-    base = _base(node)
+    base = base_of(node)
     if base is None:
         return None
     return dict(base.items(node)) if issubclass(base, dict) else base(base.__iter__(node))
@@ -40,7 +41,7 @@ def has_more(container: Any) -> bool:
 
 def empty(like: Any, items: Any = ()) -> Any:
     """A container of the same class, without attributes; of a tuple, which cannot be filled later, with these items."""
-    base = _base(like)
+    base = base_of(like)
     if base is tuple:
         return tuple.__new__(type(like), items)
     made = base.__new__(type(like))
@@ -53,7 +54,7 @@ def empty(like: Any, items: Any = ()) -> Any:
 
 def fill(made: Any, items: Any) -> None:
     """Put these items into an empty list or dictionary."""
-    base = _base(made)
+    base = base_of(made)
     if base is list:
         list.extend(made, items)
     else:

@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 
 NAMESPACE = "lowtide_clocks"
-NAMES = (
-    "time",
-    "monotonic",
-    "perf_counter",
-    "process_time",
-    "thread_time",
-)  # and what ends in ``_ns``, in whole numbers
+_SECONDS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+NAMES = (*_SECONDS, *(f"{name}_ns" for name in _SECONDS))  # these in whole numbers
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("ask(str name) -> Tensor")  # type: ignore[no-untyped-call]
 

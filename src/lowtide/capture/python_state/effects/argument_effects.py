@@ -19,7 +19,7 @@ from torch import nn
 
 from lowtide.capture.python_state.guards.external_effects import refuse_arguments
 from lowtide.objects import structure
-from lowtide.objects.clones import items_of
+from lowtide.objects.clones import base_of, items_of
 from lowtide.objects.walk import (
     ABSENT,
     CLOSED,
@@ -56,7 +56,7 @@ class ArgumentWrite:
             list.__setitem__(holder, slice(None), value)
             return
         items = _items(holder)
-        kind = OrderedDict if isinstance(items, OrderedDict) else dict
+        kind = base_of(items)
         if not self.removed:
             kind.__setitem__(items, self.key, value)
         elif dict.__contains__(items, self.key):
