@@ -17,6 +17,7 @@ from torch import nn
 
 import lowtide
 from tests.fuzz.changed import Computes, Thing, having, numbered_steps, rows
+from tests.support.wide import pairs
 
 STEPS = 10
 Compute = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -122,8 +123,7 @@ HELD: dict[str, Compute] = {
 }
 
 
-@pytest.mark.parametrize("change", [_set, _replaced], ids=["written into", "replaced"])
-@pytest.mark.parametrize("case", HELD)
+@pytest.mark.parametrize(("case", "change"), pairs(HELD, (_set, _replaced)))
 def test_one_capture_for_all_numbers(case: str, change: Change, caplog: pytest.LogCaptureFixture) -> None:
     plain, planned = _model(HELD[case]), _model(HELD[case])
     lowtide.rematerialize(planned, budget="100%", planner="greedy", dynamic=False)
@@ -222,29 +222,25 @@ def _parted(model: Any, step: int) -> None:
     model.inner.weights["a"], model.inner.space.a = model.weights["a"] + (step >= 5), model.space.a + (step >= 5)
 
 
-@pytest.mark.parametrize("change", [_turned, _reordered, _other_types, _parted])
-@pytest.mark.parametrize(
-    "compute",
-    [
-        _counted,
-        _written_beside,
-        _put_elsewhere,
-        _copied,
-        _as_text,
-        _as_a_list,
-        _in_order,
-        _of_numpy,
-        _pair,
-        _late,
-        _hooked,
-        _by_two_ways,
-        _by_type,
-        *(
-            HELD[name]
-            for name in ("dictionary", "list", "that others have, too", "gone through", "unpacked", "of NumPy")
-        ),
-    ],
+LESS_KNOWN: tuple[Compute, ...] = (
+    _counted,
+    _written_beside,
+    _put_elsewhere,
+    _copied,
+    _as_text,
+    _as_a_list,
+    _in_order,
+    _of_numpy,
+    _pair,
+    _late,
+    _hooked,
+    _by_two_ways,
+    _by_type,
+    *(HELD[name] for name in ("dictionary", "list", "that others have, too", "gone through", "unpacked", "of NumPy")),
 )
+
+
+@pytest.mark.parametrize(("compute", "change"), pairs(LESS_KNOWN, (_turned, _reordered, _other_types, _parted)))
 def test_numbers_of_which_less_is_known(compute: Compute, change: Change) -> None:
     plain, planned = _model(compute), _model(compute)
     lowtide.rematerialize(planned, budget="100%", planner="greedy", dynamic=False)

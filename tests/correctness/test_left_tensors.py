@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.support.beside import assert_same_steps, plain_and_planned
+from tests.support.wide import pairs
 
 Compute = Callable[[Any, torch.Tensor], Any]
 STEPS = 7
@@ -174,8 +175,7 @@ def _step(model: Any, number: int) -> Any:
     return returned, model.seen, model.log, model.config, model.list, model.last, model.order, state
 
 
-@pytest.mark.parametrize("between", [_nothing, _forgotten, _set_otherwise])
-@pytest.mark.parametrize("compute", ASKED)
+@pytest.mark.parametrize(("compute", "between"), pairs(ASKED, (_nothing, _forgotten, _set_otherwise)))
 def test_what_is_asked_of_tensors_that_are_left(compute: Compute, between: Callable[[Any, int], None]) -> None:
     assert_same_steps(*plain_and_planned(lambda: _Leaves(compute, between)), _step, STEPS)
 

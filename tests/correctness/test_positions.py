@@ -17,6 +17,7 @@ from torch import nn
 import lowtide
 from lowtide.capture.trace.classes import TRACED
 from tests.support.beside import assert_same_steps, plain_and_planned
+from tests.support.wide import pairs
 
 STEPS = 9
 ROWS = 6
@@ -330,6 +331,9 @@ def _step(model: Any, number: int) -> Any:
     return returned, model.place, model.other, model.negative, model.masks.clone(), random.random(), np.random.rand()
 
 
+OPTIONS = ({}, {"budget": "100%", "planner": "auto"}, {"dynamic": True}, {"arena": True})
+
+
 @pytest.mark.parametrize("compute", ONE_PROGRAM)
 def test_one_program_for_all_places(compute: Compute, caplog: pytest.LogCaptureFixture) -> None:
     plain, planned = plain_and_planned(lambda: _Places(compute), on_capture_error="error")
@@ -338,8 +342,7 @@ def test_one_program_for_all_places(compute: Compute, caplog: pytest.LogCaptureF
     assert caplog.text.count("is captured again") <= 2  # a buffer is known to be counted on from its second call
 
 
-@pytest.mark.parametrize("compute", EVERY)
-@pytest.mark.parametrize("options", [{}, {"budget": "100%", "planner": "auto"}, {"dynamic": True}, {"arena": True}])
+@pytest.mark.parametrize(("compute", "options"), pairs(EVERY, OPTIONS))
 def test_whatever_places_there_are_is_as_in_eager(compute: Compute, options: dict[str, Any]) -> None:
     plain, planned = plain_and_planned(lambda: _Places(compute), **options)
     assert_same_steps(plain, planned, _step, STEPS)
