@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import logging
 import random
+import sys
 import threading
 from collections.abc import Callable
-from types import MethodType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -209,6 +211,40 @@ def test_changes_are_followed(change: Callable[[Any], None], said: str, caplog: 
         model.dropout.p, model.config.scale = 0.0, 2.0
         assert _equal(model, first, x)
         assert len(lowtide.plans(model)) == 2
+
+
+class _Kind(abc.ABC):  # noqa: B024
+    pass
+
+
+class _AsksForItsKind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.state = nn.Linear(8, 8), SimpleNamespace(factor=2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 3.0 if isinstance(self.state, _Kind) else self.state.factor
+        return (self.linear(x) * factor).square().mean()
+
+
+def test_only_classes_that_were_there_are_of_consequence_where_they_are_registered(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries that are imported while a model trains register theirs: none that a pass has met an object of."""
+    model, x = _AsksForItsKind(), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    lowtide.rematerialize(model, (x,), budget="100%", planner="greedy")
+    module = ModuleType("imported_later")
+    exec("import abc\nclass Later: pass\nclass LaterKind(abc.ABC): pass", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with caplog.at_level(logging.INFO, logger="lowtide"):
+        _Kind.register(module.Later)
+        _Kind.register(module.LaterKind)
+        assert _equal(model, plain, x)
+        assert "is captured again" not in caplog.text
+        module.LaterKind.register(SimpleNamespace)
+        assert _equal(model, plain, x)
+    assert "what is registered as a _Kind is 1" in _said(caplog)
 
 
 def test_what_is_not_read_is_of_no_consequence(caplog: pytest.LogCaptureFixture) -> None:

@@ -105,6 +105,10 @@ class Virtual(abc.ABC):  # noqa: B024
     pass
 
 
+class Below(Virtual):
+    pass
+
+
 class Given:
     """An argument of calls."""
 
@@ -207,6 +211,7 @@ READ: dict[str, dict[str, Case]] = {
         "new __getattr__": (_local, lambda s: getattr(s, "more", 1.0), _of_class("__getattr__", lambda self, name: 3.0 if name == "more" else object.__getattribute__(self, name))),
         "new __getattribute__": (lambda: type("Local", (), {"number": 1.0})(), lambda s: s.number, _of_class("__getattribute__", lambda self, name: 3.0 if name == "number" else object.__getattribute__(self, name))),
         "ABC.register": (lambda: None, lambda s: 1.0 + isinstance(1, Virtual), lambda s: Virtual.register(int)),
+        "ABC.register of one that inherits": (lambda: None, lambda s: 1.0 + isinstance("", Virtual), lambda s: Below.register(str)),
     },
     "attributes of functions": {
         "attribute of a function": (lambda: setattr(counted, "number", 1.0), lambda s: counted.number, lambda s: setattr(counted, "number", 2.0)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import enum
 import logging
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,33 @@ _MOST = 1000  # items of a library's container that are compared
 _WHETHER = {"hasattr", "dir", *BY_COMPUTED_NAME}  # ask for attributes that may not be there
 
 
+class _Registered:
+    """How often it has changed which classes are registered as subclasses of ``kind``: looked up where any class was registered
+    with any other since, as imports do. No object that a capture saw is of a class from a module that was not ``loaded``."""
+
+    def __init__(self, kind: abc.ABCMeta, loaded: frozenset[str]) -> None:
+        self._kind, self._loaded = kind, loaded
+        self._token, self._found, self._changes = abc.get_cache_token(), self._registered(kind), 0
+
+    def __call__(self) -> int:
+        token = abc.get_cache_token()
+        if token != self._token:
+            found = self._registered(self._kind)
+            self._changes += found != self._found
+            self._token, self._found = token, found
+        return self._changes
+
+    def _registered(self, kind: Any) -> set[Any]:
+        """Weak references to what is registered with the class, with one that inherits from it, or with one of these."""
+        own: set[Any] = abc._get_dump(kind)[0]  # type: ignore[attr-defined]
+        below = [one for one in (*type.__subclasses__(kind), *(one() for one in own)) if isinstance(one, abc.ABCMeta)]
+        return {one for one in own if not self._is_later(one())}.union(*map(self._registered, below))
+
+    def _is_later(self, kind: Any) -> bool:
+        name = getattr(kind, "__module__", None)
+        return name in sys.modules and name not in self._loaded
+
+
 class Namespaces:
     """Classes and modules that code can reach, and the ``attributes`` that it names, of anything. ``reach`` is called with
     what is found there, twice, and where."""
@@ -35,6 +63,8 @@ class Namespaces:
         self._reads, self._reach = reads, reach
         self._owners: dict[int, tuple[Any, str]] = {}
         self._inheriting: dict[type, frozenset[str]] = {}  # what they have of libraries' classes
+        self._registered: dict[type, _Registered] = {}
+        self._loaded = frozenset(sys.modules)
         self._reached: set[tuple[int, str]] = set()
         self._searched: set[int] = set()  # modules of libraries that code may ask for any function of theirs
         self._computed = self._elsewhere = False  # see ``AttributeNames``
@@ -65,9 +95,9 @@ class Namespaces:
     def add_class(self, kind: type) -> None:
         """All that stands in a class is noted: Python looks methods up there where nobody sees it. Of a library's, what is
         registered as its subclass."""
-        if isinstance(kind, abc.ABCMeta):
-            token = abc.get_cache_token
-            self._reads.note("answer", token, "", token(), "what is registered as a subclass")
+        if isinstance(kind, abc.ABCMeta) and kind not in self._registered:
+            registered = self._registered[kind] = _Registered(kind, self._loaded)
+            self._reads.note("answer", registered, "", registered(), f"what is registered as a {kind.__qualname__}")
         if is_library(kind) or not self.add(kind, kind.__qualname__):
             return
         for name in vars(kind).keys() - _UNREAD:
