@@ -77,8 +77,8 @@ def rematerialize(
         on_capture_error: A model that is no single program: planned in ``"parts"`` (or online, where it has no submodules
             to plan), run ``"online"`` at once, or an ``"error"``.
         seed: Of the planner. The same program, costs and seed give the same plan.
-        planning: ``"background"`` trains under a first plan while better ones are found (by default, where results cannot
-            depend on it); ``"wait"`` ends the search first.
+        planning: ``"background"`` (the default of planners that search) trains under a first plan while better ones are
+            found, with the same results; ``"wait"`` ends the search first.
         dynamic: One capture for all sizes: from the third shape on (``None``), at once (``True``), or each shape by itself
             (``False``).
         max_programs: So many plans are kept, one for each kind of call; the one that was used longest ago goes first.
@@ -99,7 +99,7 @@ def rematerialize(
         planning, rescue = planning or "wait", False
         on_capture_error = "error" if on_capture_error == "parts" else on_capture_error
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
-    more = (_planning(planning, planner, compiler), dynamic, max_programs, arena, offload, offload_budget, rescue)
+    more = (_planning(planning, planner), dynamic, max_programs, arena, offload, offload_budget, rescue)
     settings = Settings(*given, *more, chunked_loss, in_flight=in_flight)
     if keep_gradients and optimizer is None:
         raise PlanError("keep_gradients=True is said of an optimizer's; give optimizer=, too.")
@@ -169,9 +169,9 @@ def _prepared(
     return runtime
 
 
-def _planning(given: str | None, planner: str, compiler: str) -> str:
-    """As given; else in the background, where a search may go on and results do not depend on what it finds."""
-    return given or ("background" if searches(planner) and compiler == "eager" else "wait")
+def _planning(given: str | None, planner: str) -> str:
+    """As given; else in the background, where a search may go on."""
+    return given or ("background" if searches(planner) else "wait")
 
 
 def _require_plannable(model: nn.Module) -> None:

@@ -70,11 +70,6 @@ class Settings:
                 'on_capture_error="online" needs budget= in bytes, such as "8GiB": what cannot be captured has no peak known '
                 "beforehand that a percentage could be of."
             )
-        if self.planning == "background" and self.compiler != "eager":
-            raise PlanError(
-                f'planning="background" needs compiler="eager": with {self.compiler!r} results depend on which kernels a plan '
-                'is made of, so they would change while training runs. Use planning="wait".'
-            )
         self._check_offload()
         if self.in_flight > 1:
             self._check_in_flight()
@@ -112,6 +107,11 @@ class Settings:
     def waits(self) -> bool:
         """Whether others run between the two passes of a call, within the same budget."""
         return self.in_flight > 1 or self.beside_bytes is not None
+
+    @property
+    def adapts(self) -> bool:
+        """Whether a call at new sizes begins at once, by what is known of others; compiled kernels are of one size each."""
+        return self.planning == "background" and self.compiler == "eager"
 
     @property
     def given(self) -> int | str:

@@ -35,7 +35,7 @@ class SharingForward(Planned):
     def __init__(self, module: nn.Module, shared: SharedBudget) -> None:
         super().__init__(module, dataclasses.replace(shared.settings, planning="wait"))
         self.shared = shared
-        self.adapts = shared.settings.planning == "background"
+        self.adapts = shared.settings.adapts
         self._replaced: Entry | None = None  # by what is being planned in the backward pass
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

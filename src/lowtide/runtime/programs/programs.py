@@ -67,7 +67,7 @@ class Programs:
         self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" and not settings.chunked_loss else False)
         self._calls, self._warned = 0, False
-        self.adapts = settings.planning == "background"  # at new sizes at once, by what is known of others
+        self.adapts = settings.adapts  # at new sizes at once, by what is known of others
         self.recaptures = Recaptures()
         self._arenas: dict[torch.device, Arena | None] = {}
 
