@@ -206,8 +206,10 @@ class _Generator:
                 self.lines.append("tangents.clear()")
             self.live.add(value)
             return
-        target, kwargs = keeping(call.target), call.kwargs  # a kernel that overwrites an argument has another form
-        if into is not None:  # the operator's form that writes into the storage of one of its inputs
+        kwargs = call.kwargs
+        if into is None:
+            target = keeping(call.target)
+        else:  # the operator's form that writes into the storage of one of its inputs
             value = next(v for v in op.inputs if self.graph.values[v].storage == into)
             form = written_form(self.program, op_id, value)
             assert form is not None
