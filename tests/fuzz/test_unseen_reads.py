@@ -119,6 +119,22 @@ def _pointer() -> Any:
     return ctypes.pointer(ctypes.c_double(1.0))
 
 
+def _failing(compute: Any, kind: type[Exception]) -> float:
+    try:
+        compute()
+    except kind:
+        return 2.0
+    return 1.0
+
+
+def _failing_in_numpy() -> float:
+    try:
+        return float(np.isinf(np.divide(1.0, np.zeros(1)))[0])
+    except FloatingPointError:
+        return 2.0
+
+
+_PROCESSORS = os.sched_getaffinity(0)
 _LAZY, _CONTEXT, _POINTED = Lazy("lazy"), contextvars.copy_context(), _pointer()
 _ZONED = datetime.datetime(2020, 1, 1, tzinfo=Zone())
 _CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -159,6 +175,9 @@ _CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any],
     "level of a logger above": (lambda: logging.getLogger("lowtide_test").setLevel(30), lambda s: 1.0 + logging.getLogger("lowtide_test.inner").isEnabledFor(10), lambda s: logging.getLogger("lowtide_test").setLevel(10)),
     "name of the thread": (lambda: None, lambda s: len(threading.current_thread().name), lambda s: setattr(threading.current_thread(), "name", "another name")),
     "errors of numpy": (lambda: np.seterr(divide="warn"), lambda s: 1.0 + (np.geterr()["divide"] == "ignore"), lambda s: np.seterr(divide="ignore")),
+    "which decimal numbers are errors": (lambda: decimal.getcontext().traps.__setitem__(decimal.DivisionByZero, True), lambda s: _failing(lambda: decimal.Decimal(1) / decimal.Decimal(0), decimal.DivisionByZero), lambda s: decimal.getcontext().traps.__setitem__(decimal.DivisionByZero, False)),
+    "which of numpy's numbers are errors": (lambda: np.seterr(divide="ignore"), lambda s: _failing_in_numpy(), lambda s: np.seterr(divide="raise")),
+    "processors": (lambda: os.sched_setaffinity(0, _PROCESSORS), lambda s: 1.0 + min(os.sched_getaffinity(0)), lambda s: os.sched_setaffinity(0, {max(_PROCESSORS)})),
     "locale": (lambda: locale.setlocale(locale.LC_NUMERIC, "C"), lambda s: len(locale.setlocale(locale.LC_NUMERIC)), lambda s: locale.setlocale(locale.LC_NUMERIC, "C.UTF-8")),
     "faults": (lambda: faulthandler.disable(), lambda s: 1.0 + faulthandler.is_enabled(), lambda s: faulthandler.enable(file=sys.__stderr__)),
     "time-out of sockets": (lambda: socket.setdefaulttimeout(1.0), lambda s: socket.getdefaulttimeout(), lambda s: socket.setdefaulttimeout(2.0)),
@@ -190,6 +209,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     _OPTIONS.__class__ = types.ModuleType
     vars(_ANSWERING).pop("number", None)
+    os.sched_setaffinity(0, _PROCESSORS)
     sys.setrecursionlimit(limit)
     threading.current_thread().name = thread
     np.seterr(**errors)

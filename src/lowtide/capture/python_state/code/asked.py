@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch._tensor_str import PRINT_OPTS
 
@@ -32,7 +33,9 @@ _ASKED: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("getLogger", "isEnabledFor", "getEffectiveLevel"), process.loggers),
     **dict.fromkeys(("warn", "warn_explicit"), process.errors),
     **dict.fromkeys(("locale", "localeconv", "localtime", "mktime", "fromtimestamp", "astimezone"), process.culture),
-    "getLevelName": lambda: str(logging.getLevelNamesMapping()),
+    "getLevelName": lambda: str((logging._nameToLevel, logging._levelToName)),
+    "sched_getaffinity": lambda: str(os.sched_getaffinity(0)),
+    "FloatingPointError": lambda: str(np.geterr()),
     "current_thread": process.thread,
     "filters": lambda: str(warnings.filters),
     "get_threshold": lambda: str(thresholds()),

@@ -14,6 +14,7 @@ from lowtide.capture.python_state.code.code_names import ATTRIBUTE, BY_COMPUTED_
 from lowtide.capture.python_state.code.installed import is_installed
 
 DESCRIBING = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})  # beside code
+_ANNOTATED = frozenset({"get_type_hints", "get_annotations"})  # functions of Python's own that ask in many ways
 _NO_LOADS = {"CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG"}
 
 
@@ -32,7 +33,8 @@ def attribute_names(function: types.FunctionType) -> AttributeNames:
     """Those in the code of a function of the user's; of one of Python's own what it says of functions and classes
     (``inspect.getdoc``)."""
     if is_installed(function.__code__.co_filename):
-        return AttributeNames(names_behind(function) & DESCRIBING)
+        asked = {"__annotations__"} if function.__name__ in _ANNOTATED else set()
+        return AttributeNames(frozenset(names_behind(function) & DESCRIBING | asked))
     names = names_in(function.__code__)
     owners = _owners_of_computed(function.__code__) if names.all & BY_COMPUTED_NAME else frozenset()
     return AttributeNames(names.all, names.spelled, bool(owners), bool(owners - {"self"}))

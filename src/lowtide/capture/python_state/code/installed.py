@@ -16,7 +16,7 @@ from typing import Any
 
 _LIBRARIES = tuple({*site.getsitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<frozen"})
 _OURS = str(Path(__file__).parents[3])
-_HEAP_TYPE = 1 << 9
+_IMMUTABLE_TYPE, _HEAP_TYPE = 1 << 8, 1 << 9
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -41,8 +41,18 @@ def is_changeable(kind: type) -> bool:
 def is_library(value: Any) -> bool:
     """Whether a module or a class is of an installed library."""
     name = str(value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", ""))
-    file = getattr(sys.modules.get(name), "__file__", None)
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if is_standard(name) and isinstance(value, type) and module is not None and _is_made_for_others(value, module):
+        return False
     return is_standard(name) if file is None else is_installed(file)
+
+
+def _is_made_for_others(kind: type, module: types.ModuleType) -> bool:
+    """Whether a function of Python's own has made the class for others (``dataclasses.make_dataclass``, ``types.new_class``, a
+    call of ``abc.ABCMeta``): it is nowhere in the module that it says to be of."""
+    made = kind.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
+    return made and kind.__qualname__.partition(".")[0] not in vars(module)
 
 
 @functools.lru_cache(maxsize=1 << 10)

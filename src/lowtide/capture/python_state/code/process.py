@@ -42,7 +42,8 @@ def autocast() -> str:
 def decimals() -> str:
     """How decimal numbers are computed with, but not which flags that has raised."""
     context = decimal.getcontext()
-    return str((context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp))
+    traps = [kind.__name__ for kind, raised in context.traps.items() if raised]
+    return str((context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp, traps))
 
 
 def loggers() -> str:
