@@ -1,11 +1,16 @@
+# ruff: noqa: E501
 """Between two steps something changes where no plain read of an attribute leads: what has another one's place in a module's own
 dictionary, attributes of functions that had none, and what modules and classes hold under names that code computes."""
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import functools
+import importlib
 import inspect
 import types
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +19,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.capture.trace import classes
 from tests.fuzz.changed import Computes, Reader, Thing, follows, having, part_of, rows, same, step, steps
 
 _MODULE = types.ModuleType("constants_of_a_test")
@@ -205,3 +211,47 @@ def test_results_that_functools_keeps_for_numbers() -> None:
 @functools.cache
 def doubled(number: int) -> float:
     return number * 2.0
+
+
+_SCALE = 1.0
+
+
+def test_code_that_may_read_all_names_leaves_them_as_they_were() -> None:
+    """While a model is captured, ``type`` is another function in modules whose code asks for classes. To code that may ask its
+    module for any name that is none, and it is gone afterwards."""
+
+    def read(state: Any) -> float:
+        module = importlib.import_module(__name__)
+        return float(getattr(module, state.name)) + (type(state.name) is str)
+
+    before = dict(globals())
+    state = Thing(name="_SCALE")
+    follows(Reader(state, read), lambda model: globals().update(_SCALE=2.0))
+    globals()["_SCALE"] = 1.0
+    assert globals().keys() == before.keys()
+
+
+def test_a_class_that_forward_makes_is_of_the_module_that_does() -> None:
+    """``type`` in its code is this one while it is captured."""
+    assert classes.Type("Made", (), {}).__module__ == type("Made", (), {}).__module__ == __name__
+    assert classes.Type("Made", (), {"__module__": "other"}).__module__ == "other"
+
+
+def _through_metaclass() -> Any:
+    meta = type("Meta", (type,), {"number": property(lambda kind: kind.held)})
+    return types.new_class("Made", (), {"metaclass": meta}, lambda names: names.update(held=1.0))
+
+
+MADE_BY_PYTHON: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "types.new_class": (_through_metaclass, lambda s: s.number, lambda s: setattr(s, "held", 2.0)),
+    "ABCMeta": (lambda: abc.ABCMeta("Made", (), {"number": 1.0}), lambda s: s().number, lambda s: setattr(s, "number", 2.0)),
+    "dataclasses.make_dataclass": (lambda: dataclasses.make_dataclass("Made", [("number", float, 1.0)]), lambda s: s().number, lambda s: setattr(s.__init__, "__defaults__", (2.0,))),
+    "annotations by typing": (lambda: type("Made", (), {"__annotations__": {"a": int}}), lambda s: len(typing.get_type_hints(s)), lambda s: s.__annotations__.update(b=int)),
+    "annotations by inspect": (lambda: type("Made", (), {"__annotations__": {"a": int}}), lambda s: len(inspect.get_annotations(s)), lambda s: s.__annotations__.update(b=int)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE_BY_PYTHON)
+def test_classes_that_functions_of_python_make(name: str) -> None:
+    make, read, change = MADE_BY_PYTHON[name]
+    follows(Reader(make(), read), lambda model: (change(model.state), None)[1])

@@ -7,6 +7,7 @@ So the name ``type`` stands for ``Type`` in the modules whose code asks, and ``x
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
@@ -35,7 +36,12 @@ class _Asking(InPlace):
     """Of ``Type``."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return class_of(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
+        if len(args) == 1 and not kwargs:
+            return class_of(args[0])
+        made = type(*args, **kwargs)
+        if len(args) == 3 and "__module__" not in args[2]:  # of the code that asks
+            made.__module__ = sys._getframe(1).f_globals.get("__name__", made.__module__)
+        return made
 
 
 class Type(metaclass=_Asking):

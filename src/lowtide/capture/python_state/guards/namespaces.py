@@ -16,6 +16,7 @@ from torch import nn
 from lowtide.capture.python_state.code.attribute_names import DESCRIBING, attribute_names
 from lowtide.capture.python_state.code.code_names import BY_COMPUTED_NAME, OPERATORS, is_code
 from lowtide.capture.python_state.code.installed import is_changeable, is_installed, is_library
+from lowtide.capture.python_state.guards.classes_shown import is_shown
 from lowtide.capture.python_state.guards.reads import Content, Reads
 from lowtide.capture.trace.patches import STANDS_FOR
 from lowtide.objects.places import current
@@ -148,23 +149,24 @@ class Namespaces:
 
     def _read_module(self, owner: types.ModuleType, text: str, library: bool) -> None:
         own = vars(owner)
-        named = {name: own[name] for name in sorted(self.attributes & own.keys())}
+        there = {name: value for name, value in own.items() if not is_shown(value)}
+        named = {name: there[name] for name in sorted(self.attributes & there.keys())}
         if library:
-            named |= dict.fromkeys(sorted(self._spelled - own.keys()), ABSENT)  # ``getattr(sys, "debug", 0)``
+            named |= dict.fromkeys(sorted(self._spelled - there.keys()), ABSENT)  # ``getattr(sys, "debug", 0)``
         else:
             self._reads.note("type", owner, "", type(owner), f"the class of {text}")
             otherwise = own.get("__getattr__", ABSENT)  # what is asked for names that are not there
             self._reads.note("item", own, "__getattr__", otherwise, f"{text}.__getattr__")
             if otherwise is not ABSENT:
                 self._reach(otherwise, otherwise, f"{text}.__getattr__")
-                named |= dict.fromkeys(sorted(self.attributes - own.keys()), ABSENT)
+                named |= dict.fromkeys(sorted(self.attributes - there.keys()), ABSENT)
             if self.attributes & _WHETHER:
-                self._reads.note_names(owner, own, text)
+                self._reads.note_names(owner, there, text)
             if self.attributes & BY_COMPUTED_NAME:
-                named = {**named, **own}
+                named = {**named, **there}
         if library and self._elsewhere and id(owner) not in self._searched:
             self._searched.add(id(owner))
-            named |= {name: value for name, value in own.items() if _is_function(value)}  # ``getattr(F, self.name)``
+            named |= {name: value for name, value in there.items() if _is_function(value)}  # ``getattr(F, self.name)``
         for name, value in named.items():
             self._reads.note("item", own, name, value, f"{text}.{name}")
 
