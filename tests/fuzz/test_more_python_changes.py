@@ -62,6 +62,17 @@ def described() -> Any:
     return made
 
 
+class ScaledArray(np.ndarray):
+    """An array with an attribute, which copies of NumPy's leave out."""
+
+    scale: float = 1.0
+
+
+def _with_scale(array: Any) -> Any:
+    array.scale = 2.0
+    return array
+
+
 def _read_only() -> np.ndarray:
     array = np.ones(2)
     array.setflags(write=False)
@@ -333,6 +344,7 @@ CASES: dict[str, Case] = {
     "queue": (lambda: _QUEUE.put(1.0), lambda s: _QUEUE.qsize(), lambda s: _QUEUE.put(2.0)),
     "configparser": (_configuration, lambda s: float(s["part"]["number"]), lambda s: s.set("part", "number", "2.0")),
     "array of no dimension": (lambda: np.array(1.0), lambda s: float(s), lambda s: s.fill(2.0)),
+    "attribute of an array of its own class": (lambda: _with_scale(np.ones(2).view(ScaledArray)), lambda s: s.scale, lambda s: setattr(s, "scale", 3.0)),
     "masked array": (lambda: np.ma.array([1.0, 2.0], mask=[0, 0]), lambda s: float(s.sum()), _put(1, np.ma.masked)),
     "transposed array": (lambda: Thing(a=np.arange(4.0).reshape(2, 2)), lambda s: s.a[0, 1], lambda s: setattr(s, "a", s.a.T)),
     "order of an array's items in memory": (lambda: Thing(a=np.arange(4.0).reshape(2, 2)), lambda s: s.a.ravel(order="K")[1], lambda s: setattr(s, "a", np.asfortranarray(s.a))),

@@ -16,7 +16,7 @@ from torch._library.custom_ops import CustomOpDef
 from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.sharded import copy_module
 from lowtide.errors import CaptureError
-from lowtide.objects.clones import arrays_as_they_lie
+from lowtide.objects.clones import arrays_as_they_lie, complete_arrays
 from lowtide.objects.opaque import CONSTANT
 from lowtide.objects.walk import CONTAINERS, GENERATORS, cell_value, closed_over, functions_in, reachable
 
@@ -49,6 +49,7 @@ def copy_without_data(
     try:
         with arrays_as_they_lie():
             clone = _copied(model, memo)
+            complete_arrays(memo)
     except Exception as error:
         raise CaptureError(
             f"the model cannot be copied ({type(error).__name__}: {error}), and what is captured is a copy of it, so that the "

@@ -107,6 +107,17 @@ def _as_it_lies(array: np.ndarray, memo: dict[Any, Any]) -> np.ndarray:
     return made
 
 
+def complete_arrays(memo: dict[Any, Any]) -> None:
+    """Give copies of arrays of classes of their own, which a deep copy has put into ``memo``, the attributes of the originals:
+    NumPy leaves these out."""
+    kept = [one for one in memo.get(id(memo), ()) if isinstance(one, np.ndarray) and type(one) is not np.ndarray]
+    for array in kept:
+        clone, kind = memo.get(id(array)), type(array)
+        if type(clone) is kind and kind.__deepcopy__ is np.ndarray.__deepcopy__:
+            own = {name: copy.deepcopy(value, memo) for name, value in getattr(array, "__dict__", {}).items()}
+            clone.__dict__.update(own) if own else None
+
+
 def _memory(whole: np.ndarray, used: int, memo: dict[Any, Any]) -> np.ndarray | None:
     """A copy of the memory of an array that others are views of; ``None`` where it is much larger than what they use."""
     first, end = _bounds(whole)
