@@ -167,3 +167,38 @@ def test_inputs_are_released_without_the_garbage_collector() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+class _Falls(nn.Module):
+    """Goes on where an operator fails, which depends on values: in a function of its own, after random numbers were drawn, and
+    before a buffer is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = perceptron(3), perceptron(3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def factor(self, h: torch.Tensor) -> torch.Tensor:
+        square = h.t() @ h / len(h) + self.second[0].weight.mean()
+        try:
+            return torch.linalg.cholesky(square - square.detach().diagonal().mean() * 0.5 * self.shift * torch.eye(32))
+        except torch.linalg.LinAlgError:
+            return square.diagonal().clamp(min=0.1).diag()
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        self.shift = shift
+        h = torch.dropout(self.first(x), 0.1, self.training)
+        h = h @ self.factor(h + 3 * torch.randn(BATCH, 32))
+        self.calls += 1
+        return self.second(h).square().mean()
+
+
+def _shifted(iteration: int) -> Any:
+    return (*rows()(iteration)[0], torch.tensor(float(iteration % 3 == 2) * 9)), {}
+
+
+def test_an_operator_that_fails_where_forward_goes_on() -> None:
+    expected = run_training(make(_Falls), _shifted, _STEP, 7)
+    model = prepared(_Falls, _shifted, "80%")
+    assert_same_records(run_training(model, _shifted, _STEP, 7), expected)
+    assert len(lowtide.plans(model)) >= 1

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.capture.python_state.code.catching import catches
 from lowtide.capture.python_state.effects import attribute_effects, buffer_effects
 from lowtide.capture.python_state.effects.argument_effects import ArgumentWrite
 from lowtide.capture.python_state.effects.attribute_effects import ValueEffect
@@ -78,6 +79,10 @@ class Conditions:
     def fit(self, modules: Sequence[nn.Module]) -> bool:
         """Whether the model is as it has to be."""
         return any(guards.hold(modules) for guards in self.guards)
+
+    def catches(self) -> bool:
+        """Whether code that the forward pass could run goes on where an operator fails."""
+        return catches(self.guards[-1].functions())
 
     def changed(self, model: nn.Module) -> str:
         """In words, what of the model is not as it has to be."""

@@ -50,6 +50,10 @@ class UnexpectedValueError(Exception):
         self.number = number
 
 
+class FailedOperatorError(Exception):
+    """An operator has failed where the model's own code may go on, which then runs instead."""
+
+
 def expect(value: torch.Tensor, answer: bool, number: int) -> None:
     """Raises ``UnexpectedValueError`` where a truth value is another one than the program was captured with."""
     if bool(value) is not answer:

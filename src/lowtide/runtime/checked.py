@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable
 
 from torch import nn
 
 from lowtide.capture import Captured
-from lowtide.errors import ExecutionError, PlanError
+from lowtide.capture.python_state.effects.held_inputs import held_tensors
+from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.objects.keys import fingerprint
 
 
@@ -56,9 +57,14 @@ def is_due() -> bool:
     return context.calls % context.every == 0
 
 
-def require_same(now: Captured, planned: Captured, held: Collection[int], model: nn.Module) -> None:
-    """Raises ``ExecutionError`` where a call is another one than was planned. ``held``: ids of tensors in attributes."""
-    if _draws(now) == _draws(planned) and now.same_as(planned, held):
+def check(capture: Callable[[], Captured], planned: Captured, model: nn.Module) -> None:
+    """``capture`` the call that is about to run as ``planned`` anew, and compare. Raises ``ExecutionError`` where it is another
+    one."""
+    try:
+        now = capture()
+    except CaptureError as error:
+        raise ExecutionError(f"{type(model).__name__} was planned, but cannot be captured now: {error}") from error
+    if _draws(now) == _draws(planned) and now.same_as(planned, {id(tensor) for tensor in held_tensors(model)}):
         return
     raise ExecutionError(
         f"{type(model).__name__} is about to run a stale plan: {_difference(now, planned)}. Its forward pass depends on "

@@ -16,22 +16,21 @@ from torch import nn
 from lowtide.capture import Known
 from lowtide.capture.model_state import NoShapeError, State
 from lowtide.capture.python_state.effects.argument_effects import are_distinct, holders
-from lowtide.capture.python_state.effects.held_inputs import held_tensors
 from lowtide.capture.trace.classes import TRACED
 from lowtide.capture.trace.expected import Answers
 from lowtide.capture.trace.patches import replaced
 from lowtide.capture.trace.writes import GradientRequiredError
 from lowtide.cost.room import measured_within
 from lowtide.dynamic.context import is_inside
-from lowtide.errors import CaptureError, ExecutionError, NoGradientError
+from lowtide.errors import CaptureError, NoGradientError
 from lowtide.lower import Lowered
 from lowtide.objects import structure, ways
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
-from lowtide.program.targets import UnexpectedValueError
+from lowtide.program.targets import FailedOperatorError, UnexpectedValueError
 from lowtide.runtime import caller
 from lowtide.runtime.calls.step import run
-from lowtide.runtime.checked import is_due, require_same
+from lowtide.runtime.checked import check, is_due
 from lowtide.runtime.programs.call_values import CallValues
 from lowtide.runtime.programs.entry import Entry, Sample, Signature, signature
 from lowtide.runtime.programs.programs import Programs
@@ -162,7 +161,8 @@ class Planned(Programs):
     def _run_planned(self, entry: Entry, sample: Sample, inputs: list[torch.Tensor], tree: Any) -> Any:
         model, contract, draws = self.model, entry.captured.contract, entry.conditions[0].draws
         if is_due():
-            self._check(entry, sample)
+            planned = entry.captured
+            check(lambda: self._capture(sample, planned.program.mask, Known.like(planned)), planned, model)
         flat = contract.flat_inputs(model, inputs, draws) or inputs
         given = holders(tree.leaves[0], (tuple(sample.args), sample.kwargs)) if contract.writes else ()
         if not are_distinct(given):
@@ -171,6 +171,9 @@ class Planned(Programs):
             outputs = self.run(entry, flat)
         except UnexpectedValueError as error:
             number = error.number
+        except FailedOperatorError as error:
+            self._run_failed(entry, inputs, str(error.__cause__))
+            return UNPLANNED
         else:
             self.ran += 1
             if draws is not None:
@@ -182,6 +185,11 @@ class Planned(Programs):
         if other is None:
             return UNPLANNED
         return self._run_planned(other, sample, inputs, tree)
+
+    def _run_failed(self, entry: Entry, inputs: list[torch.Tensor], why: str) -> None:
+        """An operator of a call has failed, which its own code may catch: have that run, in parts where it can."""
+        with contextlib.suppress(CaptureError):
+            self._run_apart(entry.key, inputs, CaptureError(f"where an operator of it fails: {why}"), always=False)
 
     def _otherwise(self, entry: Entry, number: int, sample: Sample, inputs: list[torch.Tensor]) -> Entry | None:
         """For a call like those of ``entry`` but for the check of a value with this number: what runs it, from now on first."""
@@ -224,17 +232,6 @@ class Planned(Programs):
         if entry is not None and not entry.calls:
             entry.calls = -1  # the call that is planned for comes later
 
-    def _check(self, entry: Entry, sample: Sample) -> None:
-        """Capture the call that ``entry`` is about to run for anew, and compare."""
-        planned = entry.captured
-        try:
-            captured = self._capture(sample, planned.program.mask, Known.like(planned))
-        except CaptureError as error:
-            raise ExecutionError(
-                f"{type(self.model).__name__} was planned, but cannot be captured now: {error}"
-            ) from error
-        require_same(captured, planned, {id(tensor) for tensor in held_tensors(self.model)}, self.model)
-
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward outputs of the planned program."""
         self.latest = entry
@@ -249,8 +246,10 @@ class Planned(Programs):
         copied = self.changing.copied(entry, inputs, self)
         noted = functools.partial(self.changing.note, entry)
         late = entry.conditions[0].changed_since if entry.conditions[0].late else None
-        terms_from = self.terms_from(entry.states)
-        return run(entry.lowered, inputs, for_mask, terms_from, self.optimizer, self.rescue, (copied, noted), late)
+        terms_from, catches = self.terms_from(entry.states), entry.conditions[0].catches
+        return run(
+            entry.lowered, inputs, for_mask, terms_from, self.optimizer, self.rescue, (copied, noted), late, catches
+        )
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
         """The planned program for this call, made now if it is new; ``None`` where there is to be none."""

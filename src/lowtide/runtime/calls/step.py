@@ -17,17 +17,18 @@ import torch
 from torch._C._autograd import CreationMeta, _set_creation_meta
 
 from lowtide.capture.arguments import has_hooks
+from lowtide.errors import LowtideError
 from lowtide.lower import Lowered
 from lowtide.program import generators
 from lowtide.program.distributed.local import whole_gradient, whole_of
 from lowtide.program.results import with_views
 from lowtide.program.sizes import device_of_inputs
-from lowtide.program.targets import UnexpectedValueError
+from lowtide.program.targets import FailedOperatorError, UnexpectedValueError
 from lowtide.runtime.calls.arriving import check_arriving, refuse_casts
 from lowtide.runtime.calls.call import Copied, ForMask, ModelCall
 from lowtide.runtime.calls.chain import nodes_of
 from lowtide.runtime.calls.result_hooks import refuse_hooks
-from lowtide.runtime.programs.rescue import Rescue
+from lowtide.runtime.programs.rescue import Rescue, ran_out
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 
 
@@ -100,11 +101,13 @@ def run(
     rescue: Rescue | None = None,
     copied: Copied = ((), None),
     late: Callable[[], str] | None = None,
+    catches: Callable[[], bool] | None = None,
 ) -> list[torch.Tensor]:
     """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``terms_from``: the flat
     input from which on gradients leave as the terms of their sums. ``rescue`` lowers the plan where memory runs out.
     ``copied``: which inputs are copied, and whom to tell which of them have been written into before the backward pass.
-    ``late`` says what code would find changed that eager runs in the backward pass."""
+    ``late`` says what code would find changed that eager runs in the backward pass. ``catches``: whether the model's own code
+    may go on where an operator fails: that is a ``FailedOperatorError`` then, and all is as it was."""
     rescues = 0
     while True:
         in_order = optimizer is None and sum(tensor.requires_grad and has_hooks(tensor) for tensor in inputs) > 1
@@ -122,6 +125,10 @@ def run(
             written = "buffers or arguments have been updated already" if call.written else None
             restart = None if rescue is None else rescue.again(call, lowered, error, written)
             if restart is None:
+                theirs = not (call.written or ran_out(error) or isinstance(error, LowtideError))
+                if theirs and catches is not None and catches():
+                    generators.put_back(call.rng_state)
+                    raise FailedOperatorError from error
                 raise
         generators.put_back(call.rng_state)
         lowered, rescues = restart, call.rescues

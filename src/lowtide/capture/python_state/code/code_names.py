@@ -25,9 +25,9 @@ from lowtide.objects.keys import is_looked_into
 from lowtide.objects.walk import CONTAINERS, cell_value, reachable
 
 _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
-_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
-LOADING = (*_GLOBAL, *ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+LOADING = (*GLOBAL, *ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
 BY_COMPUTED_NAME = {"getattr", "vars", "__dict__", "getmembers"}  # reach any attribute of anything
 _COMPARING = frozenset({"IS_OP", "CONTAINS_OP", "COMPARE_OP"})
@@ -65,7 +65,7 @@ def names_in(code: types.CodeType) -> Names:
     def operands(*opnames: str) -> frozenset[str]:
         return frozenset(item.argval for item in instructions if item.opname in opnames)
 
-    names = Names(operands(*_GLOBAL), operands(*ATTRIBUTE), operands("IMPORT_NAME"))
+    names = Names(operands(*GLOBAL), operands(*ATTRIBUTE), operands("IMPORT_NAME"))
     if not names.all & _BY_STRING:
         return names
     constants = (constant for part in codes(code) for constant in part.co_consts)
@@ -169,7 +169,7 @@ def _only_identified(code: types.CodeType) -> frozenset[str]:
     """Variables around code of which it only takes the ``id``, as the key of a cache, say."""
     parts = [[item for item in dis.get_instructions(part) if item.opname != "CACHE"] for part in codes(code)]
     loads = [
-        (item.argval, before.opname in _GLOBAL and before.argval == "id" and "CALL" in after.opname and after.arg == 1)
+        (item.argval, before.opname in GLOBAL and before.argval == "id" and "CALL" in after.opname and after.arg == 1)
         for part in parts
         for before, item, after in zip(part, part[1:], part[2:], strict=False)
         if item.opname == "LOAD_DEREF"
@@ -225,27 +225,8 @@ def _is_of_library(kind: type) -> bool:
 def asks_for_types(code: types.CodeType) -> bool:
     """Whether code asks by ``type`` for the class of anything but ``self``."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part)]
-    places = [i for i, item in enumerate(instructions) if item.opname in _GLOBAL and item.argval == "type"]
+    places = [i for i, item in enumerate(instructions) if item.opname in GLOBAL and item.argval == "type"]
     return any(instructions[i + 1].argval != "self" or "CALL" not in instructions[i + 2].opname for i in places)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def catches_type_errors(code: types.CodeType) -> bool:
-    """Whether code goes on where a function says that it was given something of another type."""
-    parts = [[*dis.get_instructions(part)] for part in codes(code)]
-    if any("suppress" in part.co_names for part in codes(code)):
-        return True
-    return any(
-        (item.opname == "PUSH_EXC_INFO" and part[place + 1].opname == "POP_TOP")  # whatever it is
-        or (item.opname == "CHECK_EXC_MATCH" and any(map(_may_be_type_error, part[max(place - 8, 0) : place])))
-        for part in parts
-        for place, item in enumerate(part)
-    )
-
-
-def _may_be_type_error(loaded: dis.Instruction) -> bool:
-    kind = getattr(builtins, str(loaded.argval), None) if loaded.opname in _GLOBAL else None
-    return isinstance(kind, type) and issubclass(TypeError, kind) and kind is not object
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -8,6 +8,7 @@ some ten nanoseconds a value.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -157,6 +158,11 @@ class Guards:
     def compared(self) -> dict[Place, Read]:
         """Numbers that were read, and only compared."""
         return {read.place: read for read in self.reads if type(read.value) is Comparisons}
+
+    def functions(self) -> list[types.FunctionType]:
+        """Those that the forward pass could call."""
+        found = [one for read in self.reads for one in (read.owner, read.value) if type(one) is types.FunctionType]
+        return [*dict.fromkeys(found)]
 
     def _broken(self, modules: Sequence[nn.Module]) -> Iterator[tuple[str, Read | None]]:
         yield from ((text, None) for text in _rewired(self.wiring, modules))

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.capture.python_state.code.code_names import asks_for_types, catches_type_errors
+from lowtide.capture.python_state.code.catching import catches_type_errors
+from lowtide.capture.python_state.code.code_names import asks_for_types
 from lowtide.capture.python_state.guards.compared import Comparisons, LateStandIn, StandIn
 from lowtide.capture.python_state.guards.counters import assign
 from lowtide.capture.python_state.guards.reads import Place, Read, identical
