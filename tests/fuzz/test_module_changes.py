@@ -346,3 +346,12 @@ def test_what_is_around(around: Callable[[], contextlib.AbstractContextManager[A
 def test_an_attribute_of_a_parameter() -> None:
     model = Computes(lambda s, y, x: y * getattr(s.linear.weight, "number", 1.0))
     follows(model, lambda m: setattr(m.linear.weight, "number", 2.0))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_the_gradient_of_a_tensor_that_is_held() -> None:
+    model = Computes(
+        lambda s, y, x: y * (1.0 if s.table.grad is None else s.table.grad.sum()),
+        having(table=lambda: torch.ones(4, requires_grad=True)),
+    )
+    follows(model, lambda m: setattr(m.table, "grad", torch.ones(4)))

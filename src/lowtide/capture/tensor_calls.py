@@ -112,23 +112,24 @@ def told_as_in_eager() -> Iterator[None]:
 
 class TensorCalls(ReadingNumbers):
     """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
-    whose values become numbers of Python's, and which tensors have no gradient. ``state``: what must not be given other data,
-    for the ``registered`` tensors; its gradients, and those of ``others``, are the user's. Raises ``GradientRequiredError`` at
-    the end, or for any error, where some of these are to require a gradient, or none any more, before anything has read them:
-    here they do not yet."""
+    whose values become numbers of Python's, and which tensors have no gradient. ``state``: what must not be given other data;
+    its gradients, and those of ``others`` and of what attributes have ``held``, are the user's. ``registered``: what state and
+    held stand for. Raises ``GradientRequiredError`` at the end, or for any error, where some of the state and others are to
+    require a gradient, or none any more, before anything has read them: here they do not yet."""
 
     def __init__(
         self,
         registered: Sequence[torch.Tensor],
         state: Sequence[torch.Tensor],
         others: Sequence[torch.Tensor],
+        held: Sequence[torch.Tensor],
         period: Period,
         reads: Reads,
         numbers: TensorNumbers,
     ) -> None:
         super().__init__(numbers)
-        self.registered = registered
         self.state, self.given = state, [*state, *others]
+        self._lasting = [*zip((*state, *held), registered, strict=True)]
         self.period = period
         self.reads = reads
         self._assigned = AssignedData(state)
@@ -188,7 +189,7 @@ class TensorCalls(ReadingNumbers):
             return None
         if has_distributed():
             _refuse_unregistered((args, kwargs))
-        refuse_gradients(func, args, self.given)
+        refuse_gradients(func, args, [*self.given, *(traced for traced, _ in self._lasting)])
         _refuse_casting(func, args)
         refuse_retained(func, args, self.state)
         if args:
@@ -236,7 +237,7 @@ class TensorCalls(ReadingNumbers):
 
     def _has_none(self, tensor: torch.Tensor) -> bool:
         """Whether it is a constant, or stands for a parameter or a buffer, that has no gradient, which is noted."""
-        real = next((one for one, traced in zip(self.registered, self.state, strict=True) if traced is tensor), None)
+        real = next((real for traced, real in self._lasting if traced is tensor), None)
         if real is None and not isinstance(tensor, (FakeTensor, FunctionalTensor)):
             real = tensor
         if real is None or real.grad is not None:

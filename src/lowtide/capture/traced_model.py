@@ -242,7 +242,7 @@ class TracedModel:
             observer = Observer(self.call.model, model, copies, *noting, [*parts_of((args, kwargs))])
             sources = dict(zip(map(id, (*state, *held)), (*self.call.state.registered, *self.held), strict=True))
             self.call.classes.copied({key: own for key, (own, _) in copies.items()} | sources)
-            result, reached = self._forward(model, args, kwargs, (state, given), observer, writes)
+            result, reached = self._forward(model, args, kwargs, (state, given, held), observer, writes)
         lasting, pairs = [args, kwargs, *(one for _, one in copies.values())], zip(reals, tensors, strict=True)
         self._backward.callback(refuse_array_writes(lasting, self.latest_reads.holders, pairs))
         among = reachable([args, kwargs], lambda one: is_open(one) or isinstance(one, CONTAINERS))
@@ -300,7 +300,7 @@ class TracedModel:
         model: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+        tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]],
         observer: Observer,
         writes: ArgumentWrites,
     ) -> tuple[Any, ExternalEffects]:
@@ -323,7 +323,7 @@ class TracedModel:
             no_hooks,
             unwrapped(self.call.model),
             periods_of_casts(self._keep_casts) as period,
-            TensorCalls(self.call.state.registered, *tensors, period, self.latest_reads, self.read),
+            TensorCalls((*self.call.state.registered, *self.held), *tensors, period, self.latest_reads, self.read),
             RefuseWrites(),  # type: ignore[no-untyped-call]
             origins_announced(model, self._call),
         ):
