@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import lowtide
 from lowtide.capture.trace import classes
@@ -255,3 +256,22 @@ MADE_BY_PYTHON: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callabl
 def test_classes_that_functions_of_python_make(name: str) -> None:
     make, read, change = MADE_BY_PYTHON[name]
     follows(Reader(make(), read), lambda model: (change(model.state), None)[1])
+
+
+class _Normed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (4,)) * x
+
+
+OF_FUNCTIONS: dict[str, tuple[Any, Callable[[Any], Any], Any, str, Any]] = {
+    "defaults of one that code calls": (_Normed, lambda y: y, F.layer_norm, "__defaults__", (None, None, 0.5)),
+    "code of one that a layer calls": (nn.Hardtanh, lambda y: y, F.hardtanh, "__code__", (lambda input, min_val=-1.0, max_val=1.0, inplace=False: input * 2).__code__),
+    "code of one of PyTorch's": (nn.Identity, lambda y: torch.meshgrid(y[0], y[1], indexing="ij")[0], torch.meshgrid, "__code__", (lambda *tensors, indexing=None: tensors).__code__),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_FUNCTIONS)
+def test_what_functions_of_libraries_are_made_of(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, compute, function, attribute, value = OF_FUNCTIONS[name]
+    model = Computes(lambda s, y, x: compute(s.part(y)), having(part=kind))
+    follows(model, lambda m: monkeypatch.setattr(function, attribute, value))

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
 from lowtide.capture.python_state.code.installed import is_installed, is_library, is_standard
+from lowtide.capture.trace.patches import stood_for
 from lowtide.objects.keys import is_looked_into
 from lowtide.objects.walk import CONTAINERS, cell_value, reachable
 
@@ -148,8 +149,7 @@ def variables_of(function: types.FunctionType) -> Iterator[Named]:
     if installed:
         yield from asked_by(function)
         return
-    for name in ("__code__", "__defaults__", "__kwdefaults__"):
-        yield Named("made of", function, name, f"{where}.{name}")
+    yield from made_of(function)
     variables = function.__globals__
     names = names_in(function.__code__)
     anything = variables.keys() if names.variables & _OWN_NAMESPACE else ()
@@ -162,6 +162,12 @@ def variables_of(function: types.FunctionType) -> Iterator[Named]:
     yield from asked_under(names.all)
     if names.modules - sys.modules.keys():
         yield from asked_under({"import_module"})
+
+
+def made_of(function: types.FunctionType) -> Iterator[Named]:
+    """The code of a function, and its defaults."""
+    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+        yield Named("made of", function, name, f"{full_name(function)}.{name}")
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -213,8 +219,11 @@ def functional_of(function: types.FunctionType) -> Iterator[Named]:
     place."""
     if function.__globals__ is vars(functional) or function.__globals__.get("F") is functional:
         for name in sorted(names_in(function.__code__).all & vars(functional).keys()):
-            if callable(vars(functional)[name]):
+            value = stood_for(vars(functional)[name])
+            if callable(value):
                 yield Named("item", vars(functional), name, f"{functional.__name__}.{name}")
+            if isinstance(value, types.FunctionType):
+                yield from made_of(value)
 
 
 def _is_of_library(kind: type) -> bool:

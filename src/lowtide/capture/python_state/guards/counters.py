@@ -23,6 +23,7 @@ import numpy as np
 from torch import nn
 
 from lowtide.capture.python_state.code.code_names import functions_of, is_only_stored, is_read, is_trusted, names_in
+from lowtide.capture.python_state.code.installed import is_installed
 from lowtide.capture.python_state.guards.caches import Results
 from lowtide.capture.python_state.guards.reads import Contents, Read, Reads, identical
 from lowtide.capture.python_state.paths import AttributePath, leaf, named
@@ -80,6 +81,7 @@ class Readers:
     def __init__(self, model: nn.Module, reads: Reads) -> None:
         self._model = model
         named = [read.owner for read in reads.values.values() if (read.kind, read.name) == ("made of", "__code__")]
+        named = [one for one in named if not is_installed(one.__code__.co_filename)]
         kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_trusted(kind)}
         methods = [one for kind in kinds for one in functions_of(kind) if isinstance(one, types.FunctionType)]
         self._functions = [*dict.fromkeys([*named, *methods])]

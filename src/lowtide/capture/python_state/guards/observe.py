@@ -238,7 +238,7 @@ class Observer:
         self._shown.met(function)
         theirs = function.__globals__.get("__name__") in self._defining
         self._read(seen, (*code_names.variables_of(function), *(code_names.called_by(function) if theirs else ())))
-        self._read(seen, code_names.functional_of(function), trusting=True)
+        self._read(seen, (*code_names.functional_of(function), *code_names.made_of(function)), trusting=True)
         if of_user:  # which may have no attributes yet
             self._texts[id(function)] = code_names.full_name(function)
             self._note_whole(function, function)
