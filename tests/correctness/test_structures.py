@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import lowtide
 from tests.support.networks import generator, perceptron, rows
@@ -263,28 +264,87 @@ def test_defaults_and_none() -> None:
 
 
 class _TensorOf(nn.Module):
-    """Makes a tensor of single ones, as positions for rows of several lengths are made."""
+    """Makes a tensor of single ones, as positions for rows of several lengths are made, and keeps some."""
 
-    def __init__(self, kind: torch.dtype | None) -> None:
+    def __init__(self, kind: torch.dtype | None, keeps: bool) -> None:
         super().__init__()
+        self.keeps = keeps
         self.embedding, self.layer, self.kind = nn.Embedding(64, 16), nn.Linear(16, 16), kind
+        self.offsets: torch.Tensor | None = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         numbers = torch.tensor([row.max() + 1 - len(row) for row in ids], dtype=self.kind, device=ids.device)
+        if self.keeps:
+            self.offsets = numbers
         means = torch.tensor([row.mean() for row in self.embedding(ids).detach()])
         assert not means.requires_grad and means.dtype is torch.float32
         return (self.layer(self.embedding(ids)) * (numbers * means)[:, None, None]).square().sum()
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("kind", [None, torch.float64])
-def test_a_tensor_of_single_tensors(kind: torch.dtype | None) -> None:
+def test_a_tensor_of_single_tensors(kind: torch.dtype | None, keeps: bool) -> None:
     """Its numbers stay those of each call."""
 
     def ids(iteration: int) -> Any:
         return (torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(iteration)),), {}
 
-    compare_training(lambda: _TensorOf(kind), ids, budgets=("100%",))
-    model = prepared(lambda: _TensorOf(kind), ids, "100%")
+    compare_training(lambda: _TensorOf(kind, keeps), ids, budgets=("100%",), unmet_bytes=32 * keeps)  # the last one
+    model, plain = prepared(lambda: _TensorOf(kind, keeps), ids, "100%"), make(lambda: _TensorOf(kind, keeps))
     for iteration in range(3):
-        model(*ids(iteration)[0]).backward()
+        for each in (model, plain):
+            each(*ids(iteration)[0]).backward()
+        assert not keeps or torch.equal(model.offsets, plain.offsets)
     assert len(lowtide.plans(model)) == 1
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda a, b: torch.tensor([[a, 2], [b, 3.5]]),
+        lambda a, b: torch.tensor(((a, 2), (b, True)), dtype=torch.float64),
+        lambda a, b: torch.as_tensor([a + 1, b]),
+        lambda a, b: a.double().new_tensor([b, 2]),
+        lambda a, b: torch.tensor([a > 3, True, b < 2]),
+        lambda a, b: torch.tensor([[a], [b.float()]], requires_grad=True),
+    ],
+)
+def test_a_tensor_of_lists_with_single_tensors(made: Any) -> None:
+    """It has the type that PyTorch makes of all of them."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            numbers = made(ids[0], ids[1])
+            return (self.layer(x) * numbers.sum()).square().sum(), numbers.detach()
+
+    def inputs(iteration: int) -> Any:
+        generator = torch.Generator().manual_seed(iteration)
+        return (torch.randn(3, 4, generator=generator), torch.randint(0, 9, (2,), generator=generator)), {}
+
+    compare_training(Model, inputs, budgets=("100%",), loss=lambda outputs: outputs[0])
+
+
+class _KeepsAndReads(nn.Module):
+    """Keeps a tensor, and reads what is known of its arguments as arrays, texts and lengths of a packed sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.kept = nn.GRU(4, 4, batch_first=True), None
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0]
+        y = y * int(lengths.numpy().max()) * len(str(lengths))
+        self.kept = y.mean()
+        return y.square().sum()
+
+
+def test_values_that_are_read_where_tensors_are_kept() -> None:
+    def inputs(iteration: int) -> Any:
+        return (torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(iteration)), torch.tensor([3, 5])), {}
+
+    compare_training(_KeepsAndReads, inputs, budgets=("100%",), unmet_bytes=4)  # the last one

@@ -32,6 +32,7 @@ from lowtide.capture.python_state.guards.external_effects import WHAT_TO_DO, Ext
 from lowtide.capture.python_state.guards.reads import Place, Read, Reads
 from lowtide.capture.python_state.paths import AttributePath, tensors_in, texts, value_at
 from lowtide.capture.read_numbers import TensorNumbers
+from lowtide.capture.trace.answers import Answering
 from lowtide.capture.trace.classes import mark_parameters
 from lowtide.capture.trace.fake import AnsweringFakeMode
 from lowtide.capture.trace.fake_inputs import fakes_of
@@ -108,7 +109,7 @@ def rehearse(
         outer, variables = ExternalEffects(clone, (*args, *kwargs.values())), counters.as_now(outside)
         mode.expectations.begin()
         reading = numbers_read(clone, read) if read is not None else contextlib.nullcontext()
-        with as_traced(), untouched(), traced.caches.without_fakes(), traced.classes, outer, mode, reading:
+        with as_traced(), untouched(), traced.caches.without_fakes(), traced.classes, outer, mode, Answering(), reading:
             with called, numbers_left.noticed():
                 result = clone.forward(*args, **kwargs)
             if told and not calls and not told.items() <= writes.plain_values().items():

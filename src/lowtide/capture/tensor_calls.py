@@ -19,19 +19,17 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import _symbolic_trace
 from torch.nn.modules import activation
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.capture.conversions import CONVERSIONS
 from lowtide.capture.foreach import for_each
 from lowtide.capture.python_state.guards.reads import Reads
 from lowtide.capture.read_numbers import ReadingNumbers, TensorNumbers
+from lowtide.capture.trace.answers import READING_ARRAYS, READING_TEXTS, answered, read_by
 from lowtide.capture.trace.autocast import Period
 from lowtide.capture.trace.classes import GRAD_FN, IS_LEAF, TRACED, is_leaf, refuse_unknown, unregistered
 from lowtide.capture.trace.expected import flag_of
-from lowtide.capture.trace.known_values import read_values
 from lowtide.capture.trace.lifted import refuse_changed_arrays
 from lowtide.capture.trace.origins import note
-from lowtide.capture.trace.packed import of_packed
 from lowtide.capture.trace.patches import below, replaced, replaced_methods, wrapped
 from lowtide.capture.trace.selected import Selected, by_mask
 from lowtide.capture.trace.value_gradients import with_value_gradient
@@ -48,9 +46,7 @@ from lowtide.objects.places import current
 from lowtide.program.distributed.local import has_distributed, is_distributed, local_of
 from lowtide.program.source import user_source
 
-_ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
-_TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
-_VALUES = (torch.Tensor.tolist, *_ARRAYS, *_TEXTS)
+_VALUES = (torch.Tensor.tolist, *READING_ARRAYS, *READING_TEXTS)
 # Their kernels call operators that autocast casts for; others are made of such operators, or cast themselves.
 _CASTING_WITHIN = (
     torch.bilinear,
@@ -203,23 +199,18 @@ class TensorCalls(ReadingNumbers):
             return bool(args[0].detach() != 0)
         if func in CONVERSIONS:
             self.numbers.convert(args[0], calling)
-        if func in _ARRAYS or func in _TEXTS:
-            real = read_values(args[0])
-            if real is not None:
-                with _disable_current_modes():
-                    read = func(real if real.requires_grad else real.clone(), *args[1:], **kwargs)
-                    self._arrays += [(read, read.copy())] if func in _ARRAYS else []
-                return read
-            if func in _TEXTS and not isinstance(args[0], FakeTensor):
-                return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
-            if func in _ARRAYS:
-                raise CaptureError(
-                    f"the forward pass makes an array of NumPy's of a tensor ({user_source()}), whose values no plan knows. "
-                    "Compute with torch, or run the model under lowtide.online."
-                )
-        made = _stacked(func, args, kwargs)
-        made = with_value_gradient(func, args, kwargs) if made is None else made
-        return of_packed(func)(*args, **kwargs) if made is None else made
+        if (read := read_by(func, args, kwargs)) is not None:
+            self._arrays += [(read, read.copy())] if func in READING_ARRAYS else []
+            return read
+        if func in READING_TEXTS and not isinstance(args[0], FakeTensor):
+            return f"tensor(..., size={tuple(args[0].shape)}, dtype={args[0].dtype})"
+        if func in READING_ARRAYS:
+            raise CaptureError(
+                f"the forward pass makes an array of NumPy's of a tensor ({user_source()}), whose values no plan knows. "
+                "Compute with torch, or run the model under lowtide.online."
+            )
+        made = with_value_gradient(func, args, kwargs)
+        return answered(func, args, kwargs) if made is None else made
 
     def _requires(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call has a tensor that nothing has read require a gradient otherwise than it does. Other calls read."""
@@ -264,19 +255,3 @@ def _refuse_unregistered(given: Any) -> None:
     for one in pytree.tree_leaves(given):
         if is_distributed(one) and one.requires_grad and not isinstance(local_of(one), TRACED):
             raise unregistered(one.shape)
-
-
-def _stacked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """What ``torch.tensor([a, b, c])``, which reads each of them as Python does, makes of traced tensors without dimensions,
-    traced: without their history, on the CPU unless a device is named. ``None`` for any other call."""
-    if func is not torch.tensor or not args or not isinstance(args[0], (list, tuple)) or len(args[0]) == 0:
-        return None
-    single = [isinstance(one, torch.Tensor) and one.dim() == 0 for one in args[0]]
-    traced = [isinstance(one, (FakeTensor, FunctionalTensor)) for one in args[0]]
-    if not all(single) or not any(traced) or kwargs.get("pin_memory"):
-        return None
-    device, dtype = kwargs.get("device"), kwargs.get("dtype")
-    device = torch.get_default_device() if device is None else device
-    made = torch.stack([one.detach().to(device) for one in args[0]])
-    made = made if dtype is None else made.to(dtype)
-    return made.requires_grad_() if kwargs.get("requires_grad") else made

@@ -1,0 +1,102 @@
+"""What stands for functions of PyTorch's that read the memory of tensors, where a model runs on tensors that have none.
+
+A trace and a rehearsal both answer by these: tensors that are made of lists of others, arrays of NumPy's, packed sequences.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide.capture.trace.known_values import read_values
+from lowtide.capture.trace.packed import of_packed
+
+READING_ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
+READING_TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_TYPES: dict[type, torch.dtype | None] = {bool: torch.bool, int: torch.int64, float: None}
+
+
+class Answering(torch.overrides.TorchFunctionMode):
+    """Inside, a model that runs on fake tensors, and is not traced, gets what a trace would give it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = read_by(func, args, kwargs)
+        return answered(func, args, kwargs) if read is None else read
+
+
+def answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call gives."""
+    made = _made_of(func, args, kwargs)
+    return of_packed(func)(*args, **kwargs) if made is None else made
+
+
+def read_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The array, or the text, that a call makes of a tensor whose values are known. ``None`` for any other call."""
+    if func not in READING_ARRAYS and func not in READING_TEXTS:
+        return None
+    real = read_values(args[0])
+    if real is None:
+        return None
+    with _disable_current_modes():
+        return func(real if real.requires_grad else real.clone(), *args[1:], **kwargs)
+
+
+def _made_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """What ``torch.tensor([[a, 1], [b, 2]])``, which reads each of them as Python does, makes of traced tensors without
+    dimensions and numbers: without their history, on the CPU unless a device is named. ``None`` for any other call."""
+    of_one = func is torch.Tensor.new_tensor
+    if (
+        (not of_one and func not in (torch.tensor, torch.as_tensor))
+        or kwargs.get("pin_memory")
+        or len(args) != 1 + of_one
+    ):
+        return None
+    leaves = _leaves(args[-1])
+    if not leaves or not any(isinstance(one, (FakeTensor, FunctionalTensor)) for one in leaves):
+        return None
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    if device is None:
+        device = args[0].device if of_one else torch.get_default_device()
+    if dtype is None:
+        dtype = args[0].dtype if of_one else functools.reduce(torch.promote_types, map(_type_of, leaves))
+    made = _stacked(args[-1], dtype, device)
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
+def _leaves(value: Any) -> list[Any] | None:
+    """The tensors without dimensions and numbers in lists of lists of one length; ``None`` where there is anything else."""
+    if type(value) not in (list, tuple):
+        return None
+    if not any(isinstance(one, (list, tuple)) for one in value):
+        single = all((isinstance(one, torch.Tensor) and not one.dim()) or type(one) in _TYPES for one in value)
+        return [*value] if single else None
+    inner = [_leaves(one) for one in value]
+    if any(one is None for one in inner) or len({np.shape(_outline(one)) for one in value}) != 1:
+        return None
+    return [leaf for one in inner for leaf in one or ()]
+
+
+def _outline(value: Any) -> Any:
+    return [_outline(one) for one in value] if isinstance(value, (list, tuple)) else 0
+
+
+def _type_of(leaf: Any) -> torch.dtype:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype
+    return _TYPES[type(leaf)] or torch.get_default_dtype()
+
+
+def _stacked(value: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device, dtype)
+    if isinstance(value, (list, tuple)):
+        return torch.stack([_stacked(one, dtype, device) for one in value])
+    return torch.full((), value, dtype=dtype, device=device)
