@@ -28,6 +28,7 @@ from lowtide.ir import Schedule, simulate
 from lowtide.lower import Addresses, Lowered, lower
 from lowtide.memory.arena import Arena
 from lowtide.objects import structure, ways
+from lowtide.objects.held import Held
 from lowtide.objects.keys import fingerprint, tensor_keys
 from lowtide.objects.structure import Changing, Way
 from lowtide.offload import open_memory, room_for
@@ -107,11 +108,12 @@ class Sample(NamedTuple):
 class KeptSample:
     """A call to capture again, for other gradients, in the ``autocast`` state that it had. Shapes suffice for that, so of its
     floating ``tensors`` the memory is not kept; but values answer questions, so the integers stay. ``given``: its values that
-    are no tensors; ``values``: what those were in it that are other ones in every call."""
+    are no tensors; ``held``: what its objects held; ``values``: what those were in it that are other ones in every call."""
 
     tensors: Sequence[torch.Tensor]
     arguments: Any
     given: Any
+    held: Held
     autocast: contextlib.AbstractContextManager[Any]
     values: Sequence[Any] = ()
 
@@ -123,7 +125,8 @@ class KeptSample:
         keep_casts = torch.is_autocast_cache_enabled()
         autocast = torch.autocast(device_type, dtype if enabled else None, enabled, cache_enabled=keep_casts)
         values = [one.value for one in structure.changing(arguments)]
-        return KeptSample(hollow, arguments, fingerprint(arguments), autocast, values)
+        held = Held(structure.objects(arguments))
+        return KeptSample(hollow, arguments, fingerprint(arguments), held, autocast, values)
 
     def on(self, model: nn.Module) -> Sample:
         """The call, with the parameters and buffers of now where they are arguments."""
@@ -181,15 +184,25 @@ class Entry:
 
     @contextlib.contextmanager
     def call_as_it_was(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model and the process are in the modes of the forward pass. Raises ``ExecutionError`` where something
-        else that the program depends on has been changed since."""
+        """Inside, the model and the process are in the modes of the forward pass, and objects among the arguments hold what
+        they held: code that ran since may have written into them. Raises ``ExecutionError`` where something else that the
+        program depends on has been changed."""
         modules, (_, _, _, modes, fixed, *_) = [*model.modules()], self.key
         changed = "hooks of all modules" if fixed != fixed_modes() else ""
-        changed = changed or ("" if self.sample.is_as_given else "an object among its arguments")
         changed = changed or ("" if len(modules) == len(modes[0]) else "submodules have come or gone")
         if changed:
             raise _changed_before_backward(model, changed)
-        with modes_as(modules, modes), self.sample.autocast, torch.enable_grad(), self.sample.with_values():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.sample.held.put_back())
+            if not self.sample.is_as_given:
+                raise _changed_before_backward(model, "an object among its arguments")
+            for context in (
+                modes_as(modules, modes),
+                self.sample.autocast,
+                torch.enable_grad(),
+                self.sample.with_values(),
+            ):
+                stack.enter_context(context)
             changed = self.conditions[0].changed(model)
             if changed:
                 raise _changed_before_backward(model, changed)
