@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -40,9 +41,9 @@ from lowtide.version import __version__
 
 _LOG = logging.getLogger(__name__)
 Finish = Callable[[Program], Program]
-_QUICK_SEARCH = "auto{effort=1}"
+QUICK_SEARCH = "auto{effort=1}"
 _FEW_OPS = 100  # up to which the whole search takes about a second
-FIRST_PLANNER = "auto{effort=0}"  # for a start; meets all budgets that the search meets which goes on from it
+FIRST_PLANNER = "auto{effort=0}"  # for a start
 _COSTLY = 0.15  # overhead of a plan of kernels, from which operators one by one are planned as well
 
 
@@ -294,14 +295,17 @@ def _first_plan(request: PlanRequest) -> Plan | None:
     the budget, or the search takes no longer than a process takes to start."""
     if len(request.graph.ops) <= _FEW_OPS or working_set_bound(request.graph, request.costs) > request.budget_bytes:
         return None
-    quick = dataclasses.replace(request, planner=FIRST_PLANNER)
-    known, begun = (PlanCache().get(one) if enabled() else None for one in (request, quick))
-    if known is not None:
+    if (known := _kept(request)) is not None:
         return known
-    try:
-        return (begun or quick.make()).begun()
-    except InfeasibleBudgetError:  # where the search may know a lower one, and names the least
-        return None
+    for planner in (FIRST_PLANNER, QUICK_SEARCH):  # the latter meets what the whole search meets
+        quick = dataclasses.replace(request, planner=planner)
+        with contextlib.suppress(InfeasibleBudgetError):  # the whole search names the least
+            return (_kept(quick) or quick.make()).begun()
+    return None
+
+
+def _kept(request: PlanRequest) -> Plan | None:
+    return PlanCache().get(request) if enabled() else None
 
 
 def share_planners(settings: Settings, *, brief: bool) -> tuple[Planning, Planning | None]:
@@ -310,8 +314,8 @@ def share_planners(settings: Settings, *, brief: bool) -> tuple[Planning, Planni
     if not searches(settings.planner):
         return _planning(settings), None
     if brief:
-        return _planning(settings, planner=_QUICK_SEARCH), _planning(settings, planner=FIRST_PLANNER)
-    return _planning(settings), _planning(settings, planner=_QUICK_SEARCH)
+        return _planning(settings, planner=QUICK_SEARCH), _planning(settings, planner=FIRST_PLANNER)
+    return _planning(settings), _planning(settings, planner=QUICK_SEARCH)
 
 
 def in_flight_planners(settings: Settings) -> tuple[Planning, Planning]:

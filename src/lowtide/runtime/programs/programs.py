@@ -24,7 +24,15 @@ from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.memory.arena import Arena, new_arena
 from lowtide.memory.collector import collector_held
-from lowtide.pipeline import FIRST_PLANNER, Finish, adapted_plan, captured_program, plan_request, planned_program
+from lowtide.pipeline import (
+    FIRST_PLANNER,
+    QUICK_SEARCH,
+    Finish,
+    adapted_plan,
+    captured_program,
+    plan_request,
+    planned_program,
+)
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
@@ -45,7 +53,10 @@ from lowtide.solve import format_spec, get_planner
 from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
-_FIRST = (format_spec(get_planner(FIRST_PLANNER)), "adapted")  # plans that a search may improve
+_FIRST = (
+    *(format_spec(get_planner(one)) for one in (FIRST_PLANNER, QUICK_SEARCH)),
+    "adapted",
+)  # that a search may improve
 _MOST_CONDITIONS = 16  # kept, of each
 
 
