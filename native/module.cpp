@@ -315,6 +315,7 @@ void bind_audit(nb::module_& module) {
 void bind_unchanged(nb::module_& module) {
     module.def("are_of_types", &are_of_types);
     module.def("have_dictionaries", &have_dictionaries);
+    module.def("have_attributes", &have_attributes);
     module.def("have_items", &have_items);
     module.def("have_no_items", &have_no_items);
     module.def("are_empty", &are_empty);

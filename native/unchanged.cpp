@@ -48,6 +48,14 @@ bool have_dictionaries(nb::tuple objects, nb::tuple dictionaries) {
     });
 }
 
+bool have_attributes(nb::tuple objects, nb::tuple names, nb::tuple values) {
+    return all_of(objects, [&](Py_ssize_t place) {
+        PyObject* const found = PyObject_GetAttr(at(objects, place), at(names, place));
+        Py_XDECREF(found);
+        return found != nullptr && found == at(values, place);
+    });
+}
+
 bool have_items(nb::tuple mappings, nb::tuple keys, nb::tuple items) {
     return all_of(mappings, [&](Py_ssize_t place) { return has_item(at(mappings, place), at(keys, place), at(items, place)); });
 }

@@ -8,6 +8,7 @@ namespace lowtide {
 
 bool are_of_types(nb::tuple objects, nb::tuple types);
 bool have_dictionaries(nb::tuple objects, nb::tuple dictionaries);  // of their attributes
+bool have_attributes(nb::tuple objects, nb::tuple names, nb::tuple values);
 bool have_items(nb::tuple mappings, nb::tuple keys, nb::tuple items);
 bool have_no_items(nb::tuple mappings, nb::tuple keys);
 bool are_empty(nb::tuple dictionaries);

@@ -264,6 +264,7 @@ def audit_hook() -> int:
 # Whether objects are put together as they were, by identities. What belongs together has the same place in each tuple.
 
 def are_of_types(objects: tuple[object, ...], types: tuple[type, ...]) -> bool: ...
+def have_attributes(objects: tuple[object, ...], names: tuple[str, ...], values: tuple[object, ...]) -> bool: ...
 def have_dictionaries(objects: tuple[object, ...], dictionaries: tuple[dict[str, object], ...]) -> bool:
     """Whether these are the dictionaries of the objects' attributes."""
 

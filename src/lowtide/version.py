@@ -3,4 +3,4 @@
 __version__ = "0.1.0"
 
 # Raised with every change of what src/lowtide/_native.pyi declares; the extension carries the one that it was built for.
-NATIVE_INTERFACE = 10
+NATIVE_INTERFACE = 11

@@ -7,7 +7,7 @@ import operator
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +73,18 @@ def test_classes_and_dictionaries_of_attributes() -> None:
     kept = vars(things[0])
     things[0].__dict__ = {}
     assert not core.have_dictionaries((things[0],), (kept,))
+
+
+def test_attributes_are_told_apart() -> None:
+    value = object()
+    things = SimpleNamespace(value=value), SimpleNamespace(value=value)
+    assert core.have_attributes(things, ("value", "value"), (value, value))
+    assert not core.have_attributes(things, ("value", "__dict__"), (value, value))
+    assert not core.have_attributes(things, ("value", "other"), (value, None))
+    function = test_attributes_are_told_apart
+    assert core.have_attributes((function, function), ("__code__", "__defaults__"), (function.__code__, None))
+    things[1].value = object()
+    assert not core.have_attributes(things, ("value", "value"), (value, value))
 
 
 def test_errors_are_a_no() -> None:

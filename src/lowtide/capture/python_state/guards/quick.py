@@ -72,6 +72,8 @@ class Unchanged:
         yield core.are_of_types, (owners, types)
         dictionaries, owners = _columns(self._rows.pop(_IN_DICT, {}) | self._rows.pop(own_attributes, {}), 2)
         yield core.have_dictionaries, (owners, dictionaries)
+        values, holders, names = _columns(self._rows.pop(getattr, {}), 3)
+        yield core.have_attributes, (holders, names, values)
         items, mappings, keys = _columns(self._rows.pop(operator.getitem, {}), 3)
         yield core.have_items, (mappings, keys, items)
         yield core.have_no_items, _columns(self._absent, 2)
