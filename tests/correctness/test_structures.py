@@ -328,6 +328,39 @@ def test_a_tensor_of_lists_with_single_tensors(made: Any) -> None:
     compare_training(Model, inputs, budgets=("100%",), loss=lambda outputs: outputs[0])
 
 
+def _written(y: torch.Tensor, rows: Any, columns: Any) -> torch.Tensor:
+    written = y * 2
+    written[rows, columns] = 0.5
+    return written
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda y, rows, columns: y[rows, columns],
+        lambda y, rows, columns: y[[*rows], 1:],
+        lambda y, rows, columns: y[..., [columns[0], 1]],
+        lambda y, rows, columns: y[[row > 2 for row in (*rows, *rows[:2])], 0],
+        _written,
+    ],
+    ids=["two", "beside a slice", "with a number", "booleans", "written"],
+)
+def test_lists_of_single_tensors_in_an_index(chosen: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            return chosen(self.layer(x), *zip(*places, strict=True)).square().sum()  # type: ignore[no-any-return]
+
+    def inputs(iteration: int) -> Any:
+        generator = torch.Generator().manual_seed(iteration)
+        return (torch.randn(5, 4, generator=generator), torch.randint(0, 4, (3, 2), generator=generator)), {}
+
+    compare_training(Model, inputs, budgets=("100%",))
+
+
 class _KeepsAndReads(nn.Module):
     """Keeps a tensor, and reads what is known of its arguments as arrays, texts and lengths of a packed sequence."""
 

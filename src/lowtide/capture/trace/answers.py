@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.capture.trace.classes import TRACED
 from lowtide.capture.trace.known_values import read_values
 from lowtide.capture.trace.packed import of_packed
 
 READING_ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 READING_TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _TYPES: dict[type, torch.dtype | None] = {bool: torch.bool, int: torch.int64, float: None}
 
 
@@ -34,6 +34,8 @@ class Answering(torch.overrides.TorchFunctionMode):
 
 def answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a call gives."""
+    if func in _INDEXING and type(args[1]) is tuple:
+        args = (args[0], tuple(_place(one, args[0].device) for one in args[1]), *args[2:])
     made = _made_of(func, args, kwargs)
     return of_packed(func)(*args, **kwargs) if made is None else made
 
@@ -60,7 +62,7 @@ def _made_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch
     ):
         return None
     leaves = _leaves(args[-1])
-    if not leaves or not any(isinstance(one, (FakeTensor, FunctionalTensor)) for one in leaves):
+    if not leaves or not any(isinstance(one, TRACED) for one in leaves):
         return None
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     if device is None:
@@ -69,6 +71,15 @@ def _made_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch
         dtype = args[0].dtype if of_one else functools.reduce(torch.promote_types, map(_type_of, leaves))
     made = _stacked(args[-1], dtype, device)
     return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
+def _place(index: Any, device: torch.device) -> Any:
+    """A list in an index as the tensor that PyTorch makes of it, where single tensors are in it that are traced."""
+    leaves = _leaves(index)
+    if not leaves or not any(isinstance(one, TRACED) for one in leaves):
+        return index
+    kind = functools.reduce(torch.promote_types, map(_type_of, leaves))
+    return _stacked(index, kind if kind in (torch.bool, torch.uint8) else torch.int64, device)
 
 
 def _leaves(value: Any) -> list[Any] | None:
