@@ -1,10 +1,10 @@
-"""Validity of a schedule, independent of bytes and of the simulator.
+"""Check that a schedule is valid. Independent of byte counts and of the simulator.
 
-Every input is live when read, nothing is freed twice or while it is not live, outputs are there when they are due, random
-ops are replayed under their first state, effects run once and in order, no parameter is read after its optimizer has updated
-it, and first computes keep the program's order: but for views, which cost nothing, and for collectives that need nothing of the
-program, which may run earlier, in the order of collectives. What moves to the second memory has been computed, goes there once,
-and comes back after it was freed.
+A valid schedule reads only live inputs, frees only live storages, and has its outputs live at the boundary and at the end.
+Recomputed random ops run under the generator state of their first run, effects run once and in order, and no parameter is
+read after its optimizer has updated it. First computes keep the program's order, with two exceptions: views, which cost
+nothing, and collectives that depend on no operator of the program (``may_run_early``), which may run earlier in the order of
+collectives. A storage is offloaded once, while it is live, and fetched only after it was freed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Checker:
         self.latest = self.latest_collective = -1
         self.saved: set[int] = set()
         self.replayed: set[int] = set()
-        self.due: Op | None = None  # whose compute must come next
-        self.handed: set[int] = set()
+        self.due: Op | None = None  # the op that must run next: its generator state is set
+        self.handed: set[int] = set()  # storages handed to the caller at the boundary
         self.fixed = shared_storages(graph) if schedule.moves else set()  # storages that cannot move
-        self.copied: set[int] = set()  # storages of which the second memory has a copy
-        self.updated: set[int] = set()  # storages of parameters that are no longer what this pass reads
+        self.copied: set[int] = set()  # storages that were offloaded
+        self.updated: set[int] = set()  # storages of parameters that their optimizer has updated
 
     def run(self) -> None:
         steps = self.schedule.steps
@@ -80,7 +80,7 @@ class _Checker:
         again, own = op.id in self.computed, self._allocated_by(op)
         if again and not op.recomputable:
             self._fail(f"{op.name} must run exactly once")
-        if not again and not self.graph.views[op.id]:  # these are free, and may run anywhere
+        if not again and not self.graph.views[op.id]:  # views cost nothing and may run anywhere
             self._first(op)
             if backward and op.phase is Phase.FORWARD:
                 self._fail(f"forward op {op.name} first runs in the backward program")
@@ -105,7 +105,8 @@ class _Checker:
             self.values.difference_update(self.graph.storages[parameter].values)
 
     def _first(self, op: Op) -> None:
-        """The op keeps the program's order. What a collective needs of other ranks may depend on effects before it."""
+        """Fail if the first run of ``op`` breaks the program's order. Collectives and effects also keep their order: the data
+        that a collective gets from other ranks may depend on effects before it."""
         changes = op.effect and op.target not in (TANGENT_TARGET, OPTIMIZER_TARGET)
         latest = max(self.latest, self.latest_collective) if op.collective or changes else self.latest
         if op.id < latest:
@@ -117,7 +118,7 @@ class _Checker:
             self.latest = op.id
 
     def _check_into(self, op: Op, into: int) -> None:
-        """The op may overwrite ``into``, has one new storage, and ``into`` is freed before anything else runs."""
+        """Fail unless ``op`` may overwrite ``into``, allocates exactly one storage, and ``into`` is freed right after it."""
         name = f"{op.name} is to write into storage {into}"
         if into not in self.graph.storages_of(op.overwrites):
             self._fail(f"{name}, which it must not")

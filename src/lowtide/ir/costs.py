@@ -1,4 +1,4 @@
-"""What a graph costs on a device: integer columns beside the graph, one entry per op or per storage; and its second memory."""
+"""Costs of a graph on a device: integer columns with one entry per op or per storage, and the device's second memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NS_PER_SECOND = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class SecondMemory:
-    """Host memory behind a link, or a file on a disk.
+    """The memory that storages are offloaded to: host memory behind a link, or a file on a disk.
 
     ``offload_bytes_per_second`` and ``fetch_bytes_per_second`` are the bandwidths of the two directions, measured while
-    operators run; ``latency_ns`` passes before the first byte of a transfer. Transfers in one direction run one after another,
-    those in both directions too where they are ``shared``, as on a disk. ``capacity_bytes``: how much it holds, ``None``
-    without a limit. ``name``: which one it is, where it is more than an assumption (``"cpu"``, ``"disk:/folder"``).
+    operators run; ``latency_ns`` passes before the first byte of a transfer. Transfers in one direction run one after another.
+    ``shared``: so do transfers in opposite directions, as on a disk. ``capacity_bytes``: its size, ``None`` without a limit.
+    ``name``: the memory that the numbers stand for (``"cpu"``, ``"disk:/folder"``), empty where they are only assumed.
 
     Raises ``PlanError`` for a bandwidth below 1 byte per second, and for a latency or a capacity below 0.
     """
@@ -40,7 +40,7 @@ class SecondMemory:
             raise PlanError("the latency and the capacity of a second memory are not below 0.")
 
     def held(self, sizes: Iterable[tuple[int, int]]) -> list[int]:
-        """Of storages and their bytes, one after the other, those that it has room for beside the ones before."""
+        """Go through pairs of storage and bytes in order and return the storages that fit beside those already taken."""
         room, found = self.capacity_bytes, list[int]()
         for storage, size in sizes:
             if room is None or size <= room:
@@ -49,16 +49,16 @@ class SecondMemory:
         return found
 
     def offload_ns(self, size: int) -> int:
-        """How long ``size`` bytes take there."""
+        """Time to offload ``size`` bytes."""
         return self.latency_ns - (-size * _NS_PER_SECOND // self.offload_bytes_per_second)
 
     def fetch_ns(self, size: int) -> int:
-        """How long ``size`` bytes take back."""
+        """Time to fetch ``size`` bytes."""
         return self.latency_ns - (-size * _NS_PER_SECOND // self.fetch_bytes_per_second)
 
 
 def check_second_memory(name: object) -> None:
-    """Raises ``PlanError`` for what is not the name of one that models can use."""
+    """Raise ``PlanError`` unless ``name`` is that of a second memory: ``"cpu"``, ``"disk"`` or ``"disk:/folder"``."""
     if not isinstance(name, str) or not (name in ("cpu", "disk") or (name.startswith("disk:") and name != "disk:")):
         raise PlanError(
             f'offload={name!r} is unknown; use "cpu" (the host\'s memory, for an accelerator), "disk" or "disk:/folder".'
@@ -67,11 +67,11 @@ def check_second_memory(name: object) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
-    """``time_ns[op]``, ``workspace_bytes[op]`` (allocated and released inside the op) and ``storage_bytes[storage]``.
-    External storages have 0 bytes. ``rng_state_bytes`` is what one saved generator state occupies on the device.
-    ``device`` names where the numbers come from. Where there is a ``second_memory``, schedules may move
-    storages there and back. ``collectives_beside``: collectives run beside computing, on a stream of their own. The columns are
-    read-only."""
+    """Cost columns of a graph: ``time_ns[op]``, ``workspace_bytes[op]`` (allocated and released inside the op) and
+    ``storage_bytes[storage]``, 0 for external storages. The columns are read-only. ``rng_state_bytes``: device memory of one
+    saved generator state. ``device``: the device that the numbers come from. ``second_memory``: if given, schedules may
+    offload storages to it and fetch them. ``collectives_beside``: collectives overlap with computation, on a stream of
+    their own."""
 
     time_ns: Column
     workspace_bytes: Column
@@ -89,5 +89,5 @@ class Costs:
 
     @property
     def total_time_ns(self) -> int:
-        """Time of all operators, each once: of the program without recomputation, where nothing runs beside computing."""
+        """Sum of all operators' times: the time of the program without recomputation if nothing overlaps with computation."""
         return int(self.time_ns.sum())

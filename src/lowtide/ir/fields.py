@@ -1,4 +1,4 @@
-"""Readers for the fields of a JSON object. Each raises ``PlanError`` naming the field that is wrong."""
+"""Functions that read the fields of a JSON object. Each raises ``PlanError`` naming the field that is wrong."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _LARGEST = 2**50  # a pebibyte, or 13 days in nanoseconds
 
 
 def shown(value: Any) -> str:
-    """What stands there, in a few characters of it."""
+    """Return a shortened ``repr`` of ``value`` for an error message."""
     shortened = reprlib.repr(value)
     return shortened if len(shortened) <= 80 else f"{shortened[:80]}..."
 
 
 def format_of(form: str, second: bool) -> str:
-    """The format that is written: the first version for what everybody who reads it understands."""
+    """Return the format to write: version 2 if ``second``, else version 1, which older readers understand too."""
     return SECOND[form] if second else form
 
 
 def expect_format(data: Any, *wanted: str) -> None:
-    """Refuse an object of another format, and whatever is no object."""
+    """Raise ``PlanError`` unless ``data`` is an object in one of the ``wanted`` formats, in either version."""
     wanted = tuple(
         itertools.chain.from_iterable((form, SECOND[form]) if form in SECOND else (form,) for form in wanted)
     )
@@ -40,7 +40,7 @@ def expect_format(data: Any, *wanted: str) -> None:
 
 
 def count(number: Any, what: str) -> int:
-    """A whole number of at least 0; ``5.0`` counts as one."""
+    """Return ``number`` as an ``int`` if it is whole and at least 0; ``5.0`` is whole too."""
     whole = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= _LARGEST
     if not whole or number != int(number):
         raise PlanError(f"{what}: {shown(number)} is not a whole number from 0 to {_LARGEST}.")
@@ -48,7 +48,7 @@ def count(number: Any, what: str) -> int:
 
 
 def index(number: Any, size: int, what: str) -> int:
-    """A position in a list of ``size`` entries."""
+    """Return ``number`` if it is a position in a list of ``size`` entries."""
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < size:
         raise PlanError(f"{what}: {shown(number)} is not an index below {size}.")
     return number

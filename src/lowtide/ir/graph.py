@@ -9,14 +9,17 @@ Grammar::
 
 Bytes are charged to storages, never to values, so a view costs nothing. Graph inputs (parameters, buffers, the call's
 tensors) live in *external* storages: they were allocated before the pass began, cost nothing and are never freed.
-The gradients that arrive for the forward outputs are produced by ordinary operators with target ``lowtide.tangent`` and the
-``effect`` flag, first in the backward pass; a mutated buffer is written back by a ``lowtide.update`` op, whose output, if
-it has one, is a value of the buffer's storage, for what reads that from then on. A ``lowtide.expect`` op looks at a truth
-value, and ends the forward pass where it is another than the program stands for. A ``lowtide.optimizer`` op reads a
-parameter and its gradient and updates the parameter: nothing reads that afterwards. Where the state that an optimizer keeps
-for the parameter lies in a second memory, the op reads and writes that too: a ``lowtide.fetch_state`` op brings it, and a
-``lowtide.store_state`` op takes it back. Of a sharded model, a ``lowtide.all_gather`` op makes the parameters of a unit,
-and a ``lowtide.reduce_scatter`` op takes their gradients.
+
+Operators of lowtide's own have these targets:
+
+- ``lowtide.tangent``, with the ``effect`` flag, first in the backward pass: produces the gradient that arrives for a forward
+  output.
+- ``lowtide.update``: writes a mutated buffer back. Its output, if any, is a value of the buffer's storage for later readers.
+- ``lowtide.expect``: compares a truth value with the one that was traced, and ends the forward pass if they differ.
+- ``lowtide.optimizer``: reads a parameter and its gradient and updates the parameter, which nothing reads afterwards. It also
+  reads and writes the optimizer's state for the parameter if that lies in a second memory: ``lowtide.fetch_state`` fetches
+  the state, ``lowtide.store_state`` stores it.
+- ``lowtide.all_gather`` makes the parameters of a unit of a sharded model, ``lowtide.reduce_scatter`` takes their gradients.
 """
 
 from __future__ import annotations
@@ -53,11 +56,11 @@ class Op:
     """One operator call.
 
     ``inputs`` and ``outputs`` are value ids; an operator with several results is one op with several values. ``random``
-    ops are replayed from the generator state of their first execution; ``effect`` ops run exactly once, in order;
-    ``once`` ops are never recomputed, since what they read may have changed. ``collective`` ops communicate, with other ranks,
-    all of which must run them in one order, or with a second memory; they may run again like any other. ``overwrites``: inputs
-    whose storage the op's one storage may take over, where nothing reads it afterwards (the two are of the same size).
-    ``module`` is the module path, ``source`` the user's ``file:line``.
+    ops are recomputed under the generator state of their first run; ``effect`` ops run exactly once, in order;
+    ``once`` ops are never recomputed, since their inputs may have changed. ``collective`` ops communicate with other ranks,
+    which must all run them in the same order, or with a second memory; they may be recomputed like any other op.
+    ``overwrites``: inputs whose storage the op's only new storage, of the same size, may take over if nothing reads the input
+    afterwards. ``module`` is the module path, ``source`` the user's ``file:line``.
     """
 
     id: int
@@ -111,7 +114,7 @@ class Graph:
     ``inputs``: values that exist before the pass. ``forward_outputs``: values handed to the caller at the
     forward/backward boundary; their storages stay resident from there to the end. ``outputs``: values that must be
     resident at the end (the gradients; for a plain DAG its outputs). ``forward_ops``: ``ops[:forward_ops]`` is the
-    forward pass. ``fixed_bytes`` is resident throughout and counts towards the budget.
+    forward pass. ``fixed_bytes``: memory that is resident throughout and counts towards the budget.
     """
 
     name: str
@@ -134,8 +137,8 @@ class Graph:
         forward_ops: int | None = None,
         fixed_bytes: int = 0,
     ) -> Graph:
-        """A program without inputs and views: op ``producers[n]`` makes value ``n``, in a storage of its own. All ops are the
-        forward pass unless ``forward_ops`` says how many."""
+        """Make a program without inputs and views: op ``producers[n]`` makes value ``n``, in a storage of its own. All ops are
+        in the forward pass unless ``forward_ops`` is given."""
         return Graph(
             name=name,
             ops=tuple(ops),
@@ -164,7 +167,7 @@ class Graph:
 
     @functools.cached_property
     def made(self) -> tuple[tuple[int, ...], ...]:
-        """Per op, the storages of its outputs: those that it owns, and those that it returns views of."""
+        """Per op, the storages of its outputs: those that it allocates, and those that it returns views of."""
         return tuple(self.storages_of(op.outputs) for op in self.ops)
 
     @functools.cached_property
@@ -174,7 +177,7 @@ class Graph:
 
     @functools.cached_property
     def views(self) -> tuple[bool, ...]:
-        """Per op, whether it allocates nothing and only forms views of storages that exist."""
+        """Per op, whether it allocates nothing and only forms views of existing storages."""
         plain = (op.outputs and op.recomputable and not (op.random or op.collective) for op in self.ops)
         return tuple(
             bool(may) and all(self.storages[one].base != op.id for one in made)
@@ -183,8 +186,8 @@ class Graph:
 
     @functools.cached_property
     def changed(self) -> tuple[tuple[int, ...], ...]:
-        """Per op, the storages that it may leave with other contents: those of its outputs, for an ``effect`` op all, for a
-        view none."""
+        """Per op, the storages whose contents it may change: those of its outputs; for an ``effect`` op, its inputs' too; for a
+        view, none."""
         return tuple(
             self.touched[op.id] if op.effect else () if view else made
             for op, view, made in zip(self.ops, self.views, self.made, strict=True)
@@ -192,7 +195,7 @@ class Graph:
 
     @functools.cached_property
     def written(self) -> tuple[tuple[int, ...], ...]:
-        """Per op, the storages among those that were there before."""
+        """Per op, the ``changed`` storages that it does not allocate itself."""
         return tuple(
             tuple(one for one in changed if self.storages[one].base != op.id)
             for op, changed in zip(self.ops, self.changed, strict=True)
@@ -200,7 +203,7 @@ class Graph:
 
     @functools.cached_property
     def arriving(self) -> tuple[int, ...]:
-        """The gradients that arrive for the forward outputs, in their order."""
+        """The incoming gradients of the forward outputs, in their order."""
         return tuple(op.outputs[0] for op in self.ops if op.target == TANGENT_TARGET)
 
     def storages_of(self, values: Iterable[int]) -> tuple[int, ...]:
@@ -211,14 +214,15 @@ class Graph:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def without_places(self) -> Graph:
-        """The same graph without the lines and modules that operators come from: no plan depends on them."""
+        """Return the graph without the source lines and module paths of its operators, on which no plan depends."""
         return replace(self, ops=tuple(replace(op, source="", module="") for op in self.ops))
 
     def without_names(self) -> Graph:
-        """The same graph without places, and without the names that the tracer counted out: it counts symbolic sizes, too."""
+        """Return the graph without source lines, module paths and the names of ops and values. The tracer numbers those names,
+        and counts symbolic sizes too, so they may differ between equal graphs."""
         ops = tuple(replace(op, name="", source="", module="") for op in self.ops)
         return replace(self, ops=ops, values=tuple(replace(value, name="") for value in self.values))
 
     def without_overwrites(self) -> Graph:
-        """The same graph where every result is new memory."""
+        """Return the graph without ``overwrites``, so that every result is new memory."""
         return replace(self, ops=tuple(replace(op, overwrites=()) for op in self.ops))

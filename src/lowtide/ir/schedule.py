@@ -1,4 +1,4 @@
-"""What to run, in which order, and when to let go of memory.
+"""Schedules: the operators to run, in order, and the points at which storages are freed or moved.
 
 Grammar::
 
@@ -6,14 +6,14 @@ Grammar::
     step     ::= Compute(op [, into storage]) | Free(storage) | SaveRng(op) | RestoreRng(op)
                | Offload(storage) | Fetch(storage)
 
-A second ``Compute`` of an op is a rematerialization. ``Compute(op, into)`` writes the op's one new storage over the storage
+A second ``Compute`` of an op is a rematerialization. ``Compute(op, into)`` writes the op's only new storage over the storage
 ``into``, which the op may overwrite and which is freed before anything else runs; that ``Free`` then releases nothing.
 ``SaveRng(op)`` keeps the generator state just before the op's first ``Compute``; ``RestoreRng(op)`` makes the op's next
-``Compute`` run under that state, after which the generator goes on as if nothing had been recomputed.
+``Compute`` run under that state, after which the generator continues as if nothing had been recomputed.
 
-``Offload(storage)`` begins to copy a storage to the second memory, ``Fetch(storage)`` makes it anew after it was freed and
-begins to copy it back. Both run beside what follows: a ``Free`` waits until the copy of its storage is complete, and whoever
-reads or writes a storage until it is back. A copy stays until its last ``Fetch``.
+``Offload(storage)`` begins to copy a storage to the second memory. ``Fetch(storage)`` allocates the storage again after it
+was freed and begins to copy it back. Both run asynchronously: a ``Free`` waits until the copy of its storage is complete,
+and a step that reads or writes a fetched storage waits until it is back. A copy stays until its last ``Fetch``.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ class Schedule:
 
     @property
     def moves(self) -> bool:
-        """Whether a storage moves to the second memory."""
+        """Whether any storage is offloaded or fetched."""
         return any(isinstance(step, (Offload, Fetch)) for step in self.steps)

@@ -1,10 +1,11 @@
-"""From a compute sequence to a schedule.
+"""Turn a compute sequence (op ids in execution order, with repeats) into a schedule.
 
-A sequence of op ids says everything that a planner decides: liveness, and so every ``Free``, follows from it. The convention: a
-compute renews every storage of the op, and a storage lives from a compute to its last use before the next one. Two kinds of
-storages are never renewed: those handed to the caller (where asked for, only from then on), and those into which another op
-that allocates puts a value, which a renewal would lose. View ops are not part of the decision; they are computed where their
-values are first used in each life of the storage. An op writes over an input that it may overwrite wherever that dies there.
+The sequence holds all that a planner decides: liveness, and so every ``Free``, follows from it. By convention a compute
+renews every storage that the op allocates, and a storage lives from a compute to its last use before the next one. Two kinds
+of storages are never renewed: those handed to the caller (with ``released``, only after the hand-over), and those into which
+another op that is not a view puts a value, which a renewal would lose. Planners do not place view ops: each is computed where
+its value is first used in each lifetime of the storage. An op overwrites an input in ``overwrites`` whenever it is the last
+to use it.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from lowtide.ir.transfers import timing
 
 
 def keep_all_schedule(graph: Graph) -> Schedule:
-    """The program without recomputation."""
+    """Return the schedule without recomputation, which frees each storage after its last use."""
     return schedule_from_sequence(graph, range(len(graph.ops)))
 
 
 def plain_time_ns(graph: Graph, costs: Costs) -> int:
-    """Time of the program without recomputation on the clock of ``costs``, its optimizer's states where they are used: what
-    overhead is measured against."""
+    """Return the time of the program without recomputation, the baseline for overheads. If collectives overlap with
+    computation, transfers of optimizer states take no time here."""
     if not costs.collectives_beside:
         return costs.total_time_ns
     moving = [op.id for op in graph.ops if op.target in STATE_TARGETS]
@@ -39,20 +40,20 @@ def plain_time_ns(graph: Graph, costs: Costs) -> int:
 
 
 def schedule_from_sequence(graph: Graph, sequence: Sequence[int], *, released: bool = False) -> Schedule:
-    """The canonical schedule of ``sequence``; see the module's docstring. Ops that nobody needs and recomputes whose
-    results nobody uses are dropped. Effects stay, and so does the first compute of an op that runs again, so that first
-    computes keep the program's order. ``released``: recomputes before the backward pass renew what is handed to the caller
-    too, which lives less long then, and is handed over after the last of them."""
+    """Return the canonical schedule of ``sequence``; see the module's docstring. Ops and recomputes whose results are not used
+    are dropped. Effects stay, and so does the first compute of an op that runs again, so that first computes keep the
+    program's order. ``released``: recomputes before the backward pass also renew storages handed to the caller, which shortens
+    the life of these; the hand-over (the boundary) then comes after the last such recompute."""
     return _Builder(graph, released).build(sequence)
 
 
 def is_view(graph: Graph, op: Op) -> bool:
-    """Whether ``op`` allocates nothing and only forms views of storages that exist."""
+    """Whether ``op`` allocates nothing and only forms views of existing storages."""
     return graph.views[op.id]
 
 
 def needed_ops(graph: Graph) -> set[int]:
-    """Ops whose results someone needs, or that must run for their effect."""
+    """Return the ops that the outputs or an effect depend on, and the effects themselves."""
     producers = [graph.values[v].producer for v in (*graph.outputs, *graph.forward_outputs)]
     needed = {op for op in producers if op is not None}
     for op in reversed(graph.ops):
@@ -65,21 +66,20 @@ def needed_ops(graph: Graph) -> set[int]:
 
 
 def shared_storages(graph: Graph) -> set[int]:
-    """Storages into which an op that is neither their base nor a view puts a value."""
+    """Return the storages into which an op that is neither their base nor a view puts a value."""
     made = ((op, storage) for op, view in enumerate(graph.views) if not view for storage in graph.made[op])
     return {storage for op, storage in made if graph.storages[storage].base != op}
 
 
 def collectives_of(graph: Graph, schedule: Schedule) -> list[int]:
-    """The ops by which ``schedule`` communicates with other ranks, in the order in which it runs them: ranks whose sequences
-    differ wait for each other for ever."""
+    """Return the collectives of ``schedule`` in the order in which it runs them. Ranks whose orders differ deadlock."""
     return [step.op for step in schedule.steps if isinstance(step, Compute) and graph.ops[step.op].collective]
 
 
 def may_run_early(graph: Graph, op: Op) -> bool:
-    """Whether ``op`` is a collective that needs nothing of the program, as the gathering of a parameter: it may first run
-    before operators that come before it in the program. A schedule that has it there needs no less memory, but for its
-    workspace, than the one that has it in its place, and runs the same operators."""
+    """Whether ``op`` is a collective that reads only graph inputs (e.g. the all-gather of a parameter), so that it may first
+    run before operators that precede it in the program. Running it earlier runs the same operators and needs no less memory,
+    except that its workspace is needed elsewhere."""
     return (
         op.collective
         and not (op.effect or op.random)
@@ -89,7 +89,7 @@ def may_run_early(graph: Graph, op: Op) -> bool:
 
 
 def _is_given(graph: Graph, value: int) -> bool:
-    """Whether a value is an input, or a view of one as it was given."""
+    """Whether a value is a graph input or a view of one."""
     producer = graph.values[value].producer
     return producer is None or (
         graph.views[producer] and all(_is_given(graph, one) for one in graph.ops[producer].inputs)
@@ -121,7 +121,7 @@ class _Builder:
             if graph.ops[op].random and counts[op] > 1:
                 steps.append(RestoreRng(op) if op in seen else SaveRng(op))
             seen.add(op)
-            over = (self.storage_of[value] for value in graph.ops[op].overwrites)  # of those that die with the op
+            over = (self.storage_of[value] for value in graph.ops[op].overwrites)  # one that dies with the op is taken
             into = next((storage for storage in over if storage in freed), None)
             steps.append(Compute(op, None if live.intersection(self.owned[op]) else into))
             steps.extend(Free(storage) for storage in freed)
@@ -132,7 +132,8 @@ class _Builder:
         return Schedule(tuple(steps), position)
 
     def _boundary(self, computes: Sequence[int]) -> int:
-        """Just after the last first compute of a forward op, and the recomputes that renew what is handed over, views too."""
+        """Return the boundary: just after the last first compute of a forward op; with ``released``, also after recomputes that
+        renew storages handed to the caller, or form views of them."""
         firsts = {op: index for index, op in reversed(list(enumerate(computes)))}
         boundary = max((i + 1 for op, i in firsts.items() if self.graph.ops[op].phase is Phase.FORWARD), default=0)
         for index in itertools.count(boundary) if self.released else ():
@@ -144,15 +145,15 @@ class _Builder:
         return boundary
 
     def _lasting(self, storage: int, forward: bool) -> bool:
-        """Whether a recompute, in the forward pass or not, does not renew the storage."""
+        """Whether a recompute, in the forward pass if ``forward``, leaves the storage as it is instead of renewing it."""
         return storage in self.shared or (storage in self.handed and not (forward and self.released))
 
     def _with_views(self, sequence: Sequence[int]) -> tuple[list[int], int]:
-        """Insert the view ops, each where its value is first read in the current life of its storage. The second result
+        """Insert the view ops, each where its value is first read in the current lifetime of its storage. The second result
         is the number of steps in the forward pass: a view of the forward pass that only the backward pass reads is
-        formed there, and must not move the boundary."""
+        formed in the backward pass, and must not move the boundary."""
         graph = self.graph
-        formed: list[set[int]] = [set() for _ in graph.storages]  # values that views formed in the current life
+        formed: list[set[int]] = [set() for _ in graph.storages]  # values that views formed in the current lifetime
         steps: list[int] = []
         boundary = self._boundary(sequence)
         final = self._final_outputs(sequence, boundary)
@@ -174,8 +175,8 @@ class _Builder:
         return steps, forward_end
 
     def _final_outputs(self, sequence: Sequence[int], boundary: int) -> dict[int, list[int]]:
-        """The graph's outputs by the step of the backward pass after which nothing touches what they are formed from.
-        Formed there, and not at the end, a gradient can leave as soon as it is final."""
+        """Map steps of the backward pass to the graph's outputs that are final after them: nothing touches the storages that
+        these are formed from any more. Formed there, and not at the end, a gradient can leave as soon as it is final."""
         last: dict[int, int] = {}
         for index, op_id in enumerate(sequence):
             op = self.graph.ops[op_id]
@@ -189,7 +190,7 @@ class _Builder:
         return final
 
     def _formed_from(self, value: int) -> set[int]:
-        """The storages of the value and of all that the views before it read."""
+        """Return the storages of ``value`` and of all values that the chain of views up to it reads."""
         waiting, found = [value], {self.storage_of[value]}
         while waiting:
             producer = self.graph.values[waiting.pop()].producer
@@ -217,8 +218,8 @@ class _Builder:
                 formed[self.storage_of[output]].add(output)
 
     def _frees(self, steps: Sequence[int], forward_end: int) -> dict[int, list[int]]:
-        """By index, the computes that are needed, each with the storages to free after it: those whose last use it is before
-        the next compute of their base. One sweep from the end; ``forward_end``: the number of steps of the forward pass.
+        """Map the index of each needed compute to the storages to free after it: those of which it is the last use before the
+        next compute of their base. One sweep from the end. ``forward_end``: the number of steps of the forward pass.
         """
         graph = self.graph
         needed_values = {*graph.outputs, *graph.forward_outputs}
@@ -226,7 +227,7 @@ class _Builder:
         alive = set(needed)
         first = {op: index for index, op in reversed(list(enumerate(steps)))}
         frees: dict[int, list[int]] = {}
-        running: set[int] = set()  # ops that run later: they first run in their place, to keep the program's order
+        running: set[int] = set()  # ops that run later: their first compute is kept, to keep the program's order
         for index in range(len(steps) - 1, -1, -1):
             op = graph.ops[steps[index]]
             own, is_first = self.owned[op.id], first[op.id] == index
@@ -236,7 +237,7 @@ class _Builder:
             keep = not needed.isdisjoint(made)
             if is_first and not self.view[op.id]:
                 keep = keep or op.effect or op.id in running
-            if is_first or self.view[op.id]:  # a storage that others put values into is not renewed, so they stay
+            if is_first or self.view[op.id]:  # shared storages are not renewed, so their values stay
                 keep = keep or not needed_values.isdisjoint(foreign)
             if not keep:
                 continue

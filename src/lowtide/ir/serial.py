@@ -1,6 +1,6 @@
-"""JSON forms, versioned, and files of them: ``lowtide-graph/1`` (a graph with its costs), ``lowtide-dag/1`` (its published
-form for plain DAGs, in which every op returns one value in a storage of its own) and ``lowtide-schedule/1``; with a second
-memory, transfers to one or collectives that may run again, they are version 2."""
+"""Read and write graphs and schedules as versioned JSON: ``lowtide-graph/1`` (a graph with its costs), ``lowtide-dag/1`` (the
+published form for plain DAGs: every op returns one value in a storage of its own) and ``lowtide-schedule/1``. With a second
+memory, transfers, collectives that overlap with computation or collectives that may be recomputed, the version is 2."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _STEP_NAMES = {kind: name for name, kind in STEPS.items()}
 FLAGS = ("random", "effect", "collective", "once")
 _MOST = 1 << 60  # of all bytes together, and of all nanoseconds: 36 years
 LISTS = ("inputs", "forward_outputs", "outputs")
-# What an op or a value may leave out.
+# Fields that an op or a value may leave out, with their defaults.
 _OP_DEFAULTS: dict[str, Any] = {"workspace_bytes": 0, "flags": [], "overwrites": [], "module": "", "source": ""}
 _VALUE_DEFAULTS: dict[str, Any] = {"dtype": "", "shape": []}
 
 
 def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[str, Any]:
-    """A ``lowtide-graph`` object. ``compact``: ops and values leave out what has its default."""
+    """Return a ``lowtide-graph`` object. ``compact``: leave out fields of ops and values that have their defaults."""
     storages = zip(graph.storages, costs.storage_bytes.tolist(), strict=True)
     ops = zip(graph.ops, costs.time_ns.tolist(), costs.workspace_bytes.tolist(), strict=True)
     data = {
@@ -81,7 +81,7 @@ def graph_to_json(graph: Graph, costs: Costs, *, compact: bool = False) -> dict[
 
 
 def _needs_second(graph: Graph, costs: Costs) -> bool:
-    """Whether version 1 cannot say what the graph is."""
+    """Whether the graph needs version 2 of the format."""
     beside = costs.second_memory is not None or costs.collectives_beside
     return beside or any(op.collective and op.recomputable for op in graph.ops)
 
@@ -92,7 +92,7 @@ def _fields(record: Any, *names: str) -> dict[str, Any]:
 
 
 def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
-    """Inverse of ``graph_to_json``. Raises ``PlanError`` naming what is wrong."""
+    """Inverse of ``graph_to_json``. Raises ``PlanError`` naming the field, op or value that is wrong."""
     expect_format(data, GRAPH_FORMAT)
     with _naming_what_is_wrong(GRAPH_FORMAT):
         ops = [{**_OP_DEFAULTS, **op} for op in data["ops"]]
@@ -116,12 +116,12 @@ def graph_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
 
 
 def _flags_of_first(flags: list[str]) -> list[str]:
-    """What the flags of version 1 say: there, no collective runs again."""
+    """Translate an op's flags from version 1, in which collectives are never recomputed: they get ``once``."""
     return [*flags, "once"] if "collective" in flags and not {"effect", "once"}.intersection(flags) else flags
 
 
 def second_memory_from_json(data: Any) -> SecondMemory | None:
-    """The second memory that a graph names: its bandwidths, and what of the rest is not as by default."""
+    """Read the second memory of a graph: bandwidths are required, other fields have defaults. ``None`` for ``None``."""
     if data is None:
         return None
     known = {field.name for field in dataclasses.fields(SecondMemory)}
@@ -139,7 +139,7 @@ def second_memory_from_json(data: Any) -> SecondMemory | None:
 
 
 def dag_from_json(data: dict[str, Any]) -> tuple[Graph, Costs]:
-    """Graph and costs of a ``lowtide-dag`` object. Raises ``PlanError`` naming the op that is wrong."""
+    """Return graph and costs of a ``lowtide-dag`` object. Raises ``PlanError`` naming the op that is wrong."""
     with _naming_what_is_wrong(DAG_FORMAT):
         form = _graph_of_dag(data)
     return graph_from_json(form)
@@ -174,7 +174,7 @@ def _graph_of_dag(data: dict[str, Any]) -> dict[str, Any]:
         "outputs": outputs,
         "ops": [
             {key: op[key] for key in ("name", "inputs", "time_ns", "workspace_bytes")}
-            # Every op runs, also one whose result nobody reads.
+            # An op whose result nobody reads is an effect, so that it runs too.
             | {"target": op["name"], "outputs": [i], "flags": flags(op) if i in read else [*flags(op), "effect"]}
             for i, op in enumerate(ops)
         ],
@@ -185,7 +185,7 @@ def _graph_of_dag(data: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _naming_what_is_wrong(form: str) -> Iterator[None]:
-    """What reading an object that is no ``form`` raises, as a ``PlanError``."""
+    """Turn errors from reading a malformed ``form`` object (missing keys, wrong types) into ``PlanError``."""
     try:
         yield
     except KeyError as error:
@@ -284,7 +284,7 @@ def _validate_overwrites(graph: Graph, costs: Costs) -> None:
 
 
 def _validate_totals(graph: Graph, costs: Costs) -> None:
-    """Sums that searches form of them must stay within 64 bits."""
+    """Refuse totals so large that sums formed by searches could exceed 64 bits."""
     taken = sum(costs.storage_bytes.tolist()) + sum(costs.workspace_bytes.tolist()) + graph.fixed_bytes
     for total, what in ((taken, "bytes"), (sum(costs.time_ns.tolist()), "nanoseconds")):
         if total > _MOST:
@@ -292,13 +292,13 @@ def _validate_totals(graph: Graph, costs: Costs) -> None:
 
 
 def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
-    """A ``lowtide-schedule`` object: steps as ``[kind, id]``, and the index of the first backward step."""
+    """Return a ``lowtide-schedule`` object: steps as ``[kind, id]``, and the index of the first backward step."""
     steps = [step_to_json(step) for step in schedule.steps]
     return {"format": format_of(SCHEDULE_FORMAT, schedule.moves), "boundary": schedule.boundary, "steps": steps}
 
 
 def step_to_json(step: Step) -> list[Any]:
-    """``[kind, id]``, or ``["compute", op, storage]`` for an op that writes over a storage."""
+    """Return ``[kind, id]``, or ``["compute", op, storage]`` for an op that writes over a storage."""
     numbers = (getattr(step, field.name) for field in dataclasses.fields(step))
     return [_STEP_NAMES[type(step)], *(number for number in numbers if number is not None)]
 
@@ -317,7 +317,7 @@ def schedule_from_json(data: dict[str, Any]) -> Schedule:
 
 
 def load_instance(path: str | Path) -> tuple[Graph, Costs]:
-    """Graph and costs from a file: ``lowtide-dag``, ``lowtide-graph``, or a saved plan. Errors name it."""
+    """Read graph and costs from a file: ``lowtide-dag``, ``lowtide-graph``, or a saved plan. Errors name the file."""
     data = read_json(path)
     if isinstance(data.get("graph"), dict):
         data = data["graph"]
@@ -329,7 +329,7 @@ def load_instance(path: str | Path) -> tuple[Graph, Costs]:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ``PlanError`` where there is none."""
+    """Read the JSON object in a file. Raises ``PlanError`` if the file cannot be read or holds no object."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:

@@ -1,16 +1,17 @@
-"""Reference semantics of a schedule: what is allocated and when, bytes and time step by step, in exact integers.
+"""Simulate a schedule: the reference semantics of allocations, memory and time step by step, in exact integers.
 
-- ``Compute(op)`` allocates every storage whose base is the op. While it runs, what is live, its new storages and its
+- ``Compute(op)`` allocates every storage whose base is the op. While it runs, all live storages, its new ones and its
   workspace are resident. Storages of the op that are still live stay as they are; their second copy lives during the
   step only.
 - ``Compute(op, into)`` allocates nothing: the storage ``into``, of the same size, becomes the op's.
-- ``Free(storage)`` releases after the step, nothing where the storage has become another's.
+- ``Free(storage)`` releases the storage after the step, or nothing if an op took it over (``into``).
 - ``SaveRng(op)`` holds ``rng_state_bytes`` until after the last ``Compute`` of the op.
-- ``Fetch(storage)`` allocates it, however long its bytes take to come.
-- Where collectives run beside computing, the workspace of one stays until the first step before which it has certainly ended.
+- ``Fetch(storage)`` allocates the storage at once, however long the copy takes.
+- If collectives overlap with computation, the workspace of a collective stays until the first step before which the
+  collective has certainly ended (``ir.transfers.awaited``).
 
-Operators run one after another; how long they wait for transfers is told by ``ir.transfers``. Linear in the number of steps.
-Validity is the checker's business.
+Operators run one after another; ``ir.transfers`` computes how long they wait for transfers. Linear in the number of steps.
+Validity is the checker's job.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lowtide.ir.transfers import Timing, awaited, timing
 
 
 class Kind(enum.Enum):
-    """What allocated bytes are for."""
+    """The purpose of an allocation."""
 
     TENSOR = "tensor"
     SECOND_COPY = "second copy"
@@ -43,8 +44,7 @@ class Kind(enum.Enum):
 
 class Allocation(NamedTuple):
     """Bytes that are resident during the steps from ``first`` to ``last``, both included. ``last`` is the number of
-    steps where they outlive the schedule. ``storage`` is the one that a tensor or its second copy is of, ``None`` for
-    other kinds."""
+    steps if they outlive the schedule. ``storage`` is the storage of a tensor or second copy, ``None`` for other kinds."""
 
     kind: Kind
     bytes: int
@@ -58,8 +58,8 @@ _LAST = Allocation._fields.index("last")
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """``timeline[i]``: bytes resident during step i, workspace included; ``peak_step`` is the first step at the peak.
-    ``made``: the fields of its allocations."""
+    """Memory and time of a schedule. ``timeline[i]``: bytes resident during step i, workspace included; ``peak_step``: the
+    first step at the peak; ``made``: the fields of its allocations; ``clock`` computes the timing when asked."""
 
     peak_bytes: int
     peak_step: int
@@ -70,17 +70,17 @@ class Simulation:
 
     @functools.cached_property
     def allocations(self) -> tuple[Allocation, ...]:
-        """What the timeline is the sum of, in the order in which they are made."""
+        """All allocations, in the order in which they are made; the timeline is their sum."""
         return tuple(Allocation._make(fields) for fields in self.made)
 
     @functools.cached_property
     def timing(self) -> Timing:
-        """When everything happens; nobody's bytes depend on it."""
+        """The times of steps and transfers. Byte counts do not depend on them."""
         return self.clock()
 
     @property
     def time_ns(self) -> int:
-        """When the last step and the last transfer have ended."""
+        """Time at which the last step and the last transfer have ended."""
         return self.timing.time_ns
 
     @property
@@ -91,7 +91,7 @@ class Simulation:
 
 
 def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Simulation:
-    """Run ``schedule`` on byte counts."""
+    """Simulate the memory of a valid ``schedule``, and its timing when that is read."""
     made = _allocations(graph, costs, schedule)
     *levels, final = resident_bytes(((first, last, size) for _, size, first, last, _ in made), len(schedule.steps))
     line = np.asarray(levels, dtype=np.int64)
@@ -101,8 +101,8 @@ def simulate(graph: Graph, costs: Costs, schedule: Schedule) -> Simulation:
 
 
 def resident_bytes(lifetimes: Iterable[tuple[int, int, int]], steps: int) -> list[int]:
-    """Bytes resident during each step and, as one more number, after the last. ``lifetimes``: (first step, last step,
-    bytes) of whatever is allocated, with the ``last`` of ``Allocation``."""
+    """Return the bytes resident during each step and, as one more number, after the last. ``lifetimes``: (first step, last
+    step, bytes) of each allocation, with ``last`` as in ``Allocation``."""
     changes = [0] * (steps + 2)
     for first, last, size in lifetimes:
         changes[first] += size
@@ -111,7 +111,7 @@ def resident_bytes(lifetimes: Iterable[tuple[int, int, int]], steps: int) -> lis
 
 
 def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[list[Any]]:
-    """The fields of allocations: many more schedules are simulated than are looked at."""
+    """Return the fields of each ``Allocation``, as lists: few of the simulated schedules have their allocations read."""
     sizes, workspaces = costs.storage_bytes.tolist(), costs.workspace_bytes.tolist()
     owned = graph.owned
     last_compute = {step.op: i for i, step in enumerate(schedule.steps) if isinstance(step, Compute)}
@@ -119,7 +119,7 @@ def _allocations(graph: Graph, costs: Costs, schedule: Schedule) -> list[list[An
     ends = awaited(graph, schedule) if costs.collectives_beside else {}
     made: list[list[Any]] = []  # the fields of allocations
     live: dict[int, list[Any]] = {}  # storage -> its allocation
-    states: dict[int, list[Any]] = {}  # op -> that of its generator state
+    states: dict[int, list[Any]] = {}  # op -> the allocation of its generator state
 
     def allocate(kind: Kind, size: int, first: int, last: int, storage: int | None = None) -> list[Any]:
         fields = [kind, size, first, last, storage]

@@ -1,4 +1,4 @@
-"""Text forms of graphs and schedules, for reading, diffing and golden tests; a cached plan is found by its graph's.
+"""Text forms of graphs and schedules, for reading, diffing and golden tests. The text of a graph is the key of cached plans.
 
 Grammar, one item per line::
 
@@ -20,8 +20,8 @@ Grammar, one item per line::
     step     ::= "compute" int ["into s"int] | "free s"int | "save_rng" int | "restore_rng" int
                | "offload s"int | "fetch s"int
 
-The numbers of ``costs`` are there exactly where the ``costs`` line is. ``value`` lines are the values that
-no op returns. Flags mean what they do in version 2 of the JSON form.
+``bytes``, ``time_ns`` and ``workspace_bytes`` are present exactly if the ``costs`` line is. ``value`` lines are the values
+that no op returns. Flags have the meaning of version 2 of the JSON form.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _quoted(text: str) -> str:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The text of ``schedule``, a step per line."""
+    """Return the text of ``schedule``, one step per line."""
     text = []
     for step in schedule.steps:
         kind, number, *into = step_to_json(step)

@@ -1,12 +1,12 @@
-"""When the steps of a schedule run, and what is under way beside them, in exact nanoseconds.
+"""The clock of a schedule: when steps, transfers and collectives run, in exact nanoseconds.
 
-Steps run in their order, each compute as long as it costs. Beside them there are three *lanes*, on each of which one thing is
-under way after the other: transfers to the second memory, transfers back, and, where ``Costs.collectives_beside``, collectives.
-What a lane does begins with its step, but not before what was asked for before it on its lane has ended, nor before what it
-needs is there. Computing goes on at once, and waits only where a step needs what is still under way:
+Steps run in order; each compute takes its ``time_ns``. Three *lanes* run asynchronously beside them, each one item at a time:
+offloads, fetches and, with ``Costs.collectives_beside``, collectives. An item on a lane begins at its step, but not before the
+previous item on its lane has ended and the storages that it needs are ready. Computation continues at once, and waits only
+where a step needs an item that has not ended:
 
-- whoever reads a storage, the caller who is handed it and the end, for whatever makes it (a ``Fetch``, a collective);
-- whoever frees a storage, or writes into it, for whatever makes it and whatever reads it (an ``Offload``, a collective).
+- a step that reads a storage, the hand-over to the caller and the end wait for the item that makes it (``Fetch``, collective);
+- a step that frees or writes a storage waits for the items that make or read it (``Offload``, collective).
 
 An ``effect`` op may write into all that it reads; a view writes into nothing. The copy of a storage takes room in the second
 memory from its ``Offload`` to its last ``Fetch``.
@@ -27,7 +27,7 @@ from lowtide.ir.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
 
 class Lane(enum.Enum):
-    """Where things are under way beside computing, one after the other."""
+    """A queue that runs asynchronously beside computation, one item at a time."""
 
     OFFLOAD = "offload"
     FETCH = "fetch"
@@ -35,8 +35,8 @@ class Lane(enum.Enum):
 
 
 class Transfer(NamedTuple):
-    """What is under way on a lane from ``start_ns`` to ``end_ns``, asked for by ``step``: a storage ``of`` so many bytes to the
-    second memory or back, or the collective that an op is, which makes so many."""
+    """An item on a lane, from ``start_ns`` to ``end_ns``, issued by step ``step``. ``of`` is the storage that is offloaded or
+    fetched, or the op that is a collective; ``bytes`` is the size of the storage, or of the collective's results."""
 
     lane: Lane
     of: int
@@ -52,10 +52,10 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timing:
-    """``start_ns[i]``: when step i begins, after whatever it waits for, or when what runs beside computing is asked for; never
-    before those of the steps before. ``wait_ns``: the part of ``time_ns`` in which nothing
-    is computed, ``exposed_ns`` that of it in which a collective is under way. ``second_peak_bytes``: the most that the second
-    memory holds. ``lanes``: all that is under way beside computing, in the order in which it was asked for."""
+    """The timing of a schedule. ``start_ns[i]``: when step i begins, after its waits, or, for a step that runs on a lane, when
+    it is issued; in ascending order. ``wait_ns``: the part of ``time_ns`` in which nothing is computed; ``exposed_ns``: the
+    part of ``wait_ns`` in which a collective runs. ``second_peak_bytes``: the most bytes in the second memory at once.
+    ``lanes``: all items on lanes, in the order in which they were issued."""
 
     time_ns: int
     start_ns: tuple[int, ...]
@@ -66,33 +66,33 @@ class Timing:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Those to the second memory and back."""
+        """The offloads and fetches."""
         return tuple(one for one in self.lanes if one.lane is not Lane.COLLECTIVE)
 
     @property
     def collectives(self) -> tuple[Transfer, ...]:
-        """When each collective runs that runs beside computing."""
+        """The collectives that overlap with computation."""
         return tuple(one for one in self.lanes if one.lane is Lane.COLLECTIVE)
 
     @property
     def collective_ns(self) -> int:
-        """How long these take in all; but for ``exposed_ns``, operators run meanwhile."""
+        """Total time of these collectives; all of it but ``exposed_ns`` is hidden behind computation."""
         return sum(one.time_ns for one in self.collectives)
 
     @property
     def offloaded_bytes(self) -> int:
-        """To the second memory, in all."""
+        """Total bytes offloaded."""
         return sum(one.bytes for one in self.lanes if one.lane is Lane.OFFLOAD)
 
     @property
     def fetched_bytes(self) -> int:
-        """Back from it, in all."""
+        """Total bytes fetched."""
         return sum(one.bytes for one in self.lanes if one.lane is Lane.FETCH)
 
 
 def timing(graph: Graph, costs: Costs, schedule: Schedule) -> Timing:
-    """``schedule`` on the clock, in time linear in the number of steps and of what they read. Raises ``PlanError`` for
-    transfers where ``costs`` have no second memory."""
+    """Compute the timing of ``schedule``, in time linear in the number of steps and the storages they read. Raises
+    ``PlanError`` for transfers if ``costs`` has no second memory."""
     if schedule.moves or costs.collectives_beside:
         return Clock(graph, costs).run(schedule)
     times = costs.time_ns.tolist()
@@ -101,7 +101,7 @@ def timing(graph: Graph, costs: Costs, schedule: Schedule) -> Timing:
 
 
 def needs(graph: Graph, step: Step) -> tuple[Sequence[int], Sequence[int]]:
-    """The storages that a step reads, and those that it writes into or releases, as told at the head of this file."""
+    """Return the storages that a step reads, and those that it writes into or releases (see the module's docstring)."""
     if isinstance(step, Compute):
         written = graph.written[step.op]
         return graph.touched[step.op], written if step.into is None else (*written, step.into)
@@ -111,8 +111,8 @@ def needs(graph: Graph, step: Step) -> tuple[Sequence[int], Sequence[int]]:
 
 
 class Clock:
-    """Takes steps one after the other. ``asked``: when the latest was taken, ``now``: when the next one may be, ``lanes``: when
-    the latest on each has ended."""
+    """Runs steps one after the other. ``asked``: when the latest step began or was issued; ``now``: the earliest time for the
+    next; ``lanes``: when the latest item on each lane ends."""
 
     def __init__(self, graph: Graph, costs: Costs) -> None:
         self.graph = graph
@@ -122,10 +122,10 @@ class Clock:
         self.sizes: list[int] = costs.storage_bytes.tolist()
         self.now = self.asked = 0
         self.lanes = dict.fromkeys(Lane, 0)
-        self.read_until: dict[int, int] = {}  # storage -> when the last that reads it beside computing has ended
-        self.made_at: dict[int, int] = {}  # storage -> when what makes it beside computing has ended
+        self.read_until: dict[int, int] = {}  # storage -> when the last item on a lane that reads it ends
+        self.made_at: dict[int, int] = {}  # storage -> when the item on a lane that makes it ends
         self.under_way: list[Transfer] = []
-        self.computing: list[tuple[int, int]] = []  # from when to when
+        self.computing: list[tuple[int, int]] = []  # intervals (start, end) in which operators run
 
     def run(self, schedule: Schedule) -> Timing:
         starts = []
@@ -141,11 +141,11 @@ class Clock:
         return Timing(self.now, tuple(starts), self.now - computing, exposed, tuple(self.under_way), peak)
 
     def hand_over(self) -> None:
-        """Wait for what the caller is handed."""
+        """Wait until the forward outputs are ready for the caller."""
         self._wait(self.ready(self.graph.storages_of(self.graph.forward_outputs), ()))
 
     def take(self, step: Step, index: int = 0) -> None:
-        """Run ``step``, beside computing or not."""
+        """Run ``step``, or issue it on its lane."""
         ready = self.ready(*needs(self.graph, step))
         communicates = isinstance(step, Compute) and self.beside and self.graph.ops[step.op].collective
         if not communicates and not isinstance(step, (Offload, Fetch)):
@@ -162,7 +162,7 @@ class Clock:
             self._forget(step.into)
 
     def ready(self, read: Iterable[int], written: Iterable[int]) -> int:
-        """When storages are there to be read, and may be written into or released."""
+        """Return when all of ``read`` can be read and all of ``written`` can be written into or released."""
         made, until, ready = self.made_at, self.read_until, 0
         for storage in read:
             ready = max(ready, made[storage]) if storage in made else ready
@@ -199,17 +199,17 @@ class Clock:
         self.under_way.append(Transfer(lane, of, size, index, start, start + time_ns))
 
     def _forget(self, storage: int | None) -> None:
-        """Of what is written over, only the name is left to be freed."""
+        """Forget the pending items of an overwritten storage: its ``Free`` releases nothing and need not wait."""
         if storage is not None:
             self.made_at.pop(storage, None)
             self.read_until.pop(storage, None)
 
 
 def awaited(graph: Graph, schedule: Schedule) -> dict[int, int]:
-    """By the step of each collective, the later step before which it has certainly ended when collectives run beside
-    computing, whatever the clock says; the number of steps for the end."""
+    """Map the step of each collective to the later step before which it has certainly ended if collectives overlap with
+    computation, whatever the times are; the number of steps stands for the end."""
     steps = schedule.steps
-    pending: list[int] = []  # the steps of collectives that may be under way, in their order
+    pending: list[int] = []  # the steps of collectives that may still run, in order
     reading: dict[int, int] = {}  # storage -> the step of the last collective that reads it
     making: dict[int, int] = {}
     found: dict[int, int] = {}
@@ -236,7 +236,7 @@ def awaited(graph: Graph, schedule: Schedule) -> dict[int, int]:
 
 
 def _exposed(collectives: Iterable[Transfer], computing: Sequence[tuple[int, int]]) -> int:
-    """Nanoseconds in which one of ``collectives`` is under way and nothing is computed; both are in the order of time."""
+    """Return the nanoseconds in which a collective runs and nothing is computed; both arguments are in order of time."""
     exposed = first = 0
     for one in collectives:
         exposed += one.time_ns
@@ -250,7 +250,7 @@ def _exposed(collectives: Iterable[Transfer], computing: Sequence[tuple[int, int
 
 
 def _second_peak(schedule: Schedule, sizes: list[int]) -> int:
-    """The most bytes of copies at once."""
+    """Return the most bytes of copies that the second memory holds at once."""
     last = {step.storage: index for index, step in enumerate(schedule.steps) if isinstance(step, Fetch)}
     held = peak = 0
     for index, step in enumerate(schedule.steps):
