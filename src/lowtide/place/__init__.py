@@ -1,4 +1,4 @@
-"""Placement: from buffers with lifetimes to offsets in one block of memory. No torch."""
+"""Memory placement: give buffers with lifetimes their offsets in one block of memory. No torch."""
 
 from lowtide.place.budget import PlacedSolution, solve_placed
 from lowtide.place.buffers import Buffers

@@ -1,4 +1,4 @@
-"""A budget on addresses: a schedule whose tensors have offsets within it, not only a count of bytes."""
+"""Solve for a budget on addresses: find a schedule whose tensors get offsets within the budget, not only a byte count."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ATTEMPTS = 4
 
 @dataclass(frozen=True, slots=True)
 class PlacedSolution(Shown):
-    """``solution`` is a planner's answer and ``layout`` its addresses, ``None`` where there is no schedule. ``counted`` is the
-    answer to the same problem where the budget is on counted bytes: what it is quicker by is what the placement costs."""
+    """A planner's ``solution`` and the addresses (``layout``) of its schedule, ``None`` without a schedule. ``counted`` is the
+    solution of the same problem with the budget on counted bytes; the time by which it is quicker is the cost of placement."""
 
     solution: Solution
     layout: Layout | None
@@ -35,12 +35,12 @@ class PlacedSolution(Shown):
 def solve_placed(
     problem: Problem, planner: str | Planner = "auto", *, alignment: int | None = None, apart: Collection[int] = ()
 ) -> PlacedSolution:
-    """The planner's answer, with ``layout.reserved_bytes`` within the budget where that is found.
+    """Ask the planner for a schedule whose ``layout.reserved_bytes`` is within the budget.
 
-    Where the addresses of a schedule take up more than the budget, the planner is asked again for a schedule that peaks lower
-    by as much, until there are ``ATTEMPTS``; if none fits, the one that takes up least is the answer. A proven bound on the
-    time is that of the budget on counted bytes, which holds for addresses too. ``alignment``, ``apart``: those of ``lay_out``.
-    Raises what ``solve`` and ``lay_out`` raise."""
+    If the layout of a schedule exceeds the budget, ask again with a budget lower by the excess, up to ``ATTEMPTS`` schedules.
+    If no layout fits, return the one that reserves the fewest bytes. The lower bound on the time is that for the budget on
+    counted bytes, which holds for addresses too. ``alignment``, ``apart``: as in ``lay_out``. Raises what ``solve`` and
+    ``lay_out`` raise."""
     counted = solve(problem, planner)
     found: list[PlacedSolution] = []
     solution = counted

@@ -1,4 +1,4 @@
-"""Buffers to be placed: bytes with a lifetime, and the least that they take up together."""
+"""Buffers to be placed: sizes with lifetimes, and the load, a lower bound on the memory that any placement takes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lowtide.errors import PlanError
 
 Numbers = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int32]
-MOST = 1 << 62  # of any number, and of the bytes of all buffers together
+MOST = 1 << 62  # the limit of every number, and of the sum of all sizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffers:
-    """``size[i]`` bytes that are live from ``lower[i]`` to before ``upper[i]``, at least one unit of time.
+    """Buffers to be placed: buffer i has ``size[i]`` bytes and is live from ``lower[i]`` until just before ``upper[i]``.
 
-    Offsets are multiples of ``alignment``, and a buffer takes up its size rounded up to one. Raises ``PlanError`` for a
-    buffer that ``check_buffer`` refuses, columns of unequal length, and an alignment below 1.
+    Offsets are multiples of ``alignment``, and sizes are rounded up to a multiple. Raises ``PlanError`` for a buffer that
+    ``check_buffer`` refuses, columns of unequal length, too many bytes in total, and an alignment below 1.
     """
 
     lower: Numbers
@@ -42,7 +42,7 @@ class Buffers:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, int]], alignment: int = 1) -> Buffers:
-        """From rows of lower, upper and size."""
+        """Make buffers from rows of (lower, upper, size)."""
         lower, upper, size = np.array(list(rows), np.int64).reshape(-1, 3).T.copy()
         return cls(lower, upper, size, alignment)
 
@@ -51,22 +51,22 @@ class Buffers:
 
     @property
     def padded(self) -> Numbers:
-        """What each takes up, in bytes."""
+        """Size of each buffer in bytes, rounded up to the alignment."""
         return -(-self.size // self.alignment) * self.alignment
 
     @property
     def load_bytes(self) -> int:
-        """The most that is live at one time: no placement takes up less."""
+        """The most bytes that are live at one time; no placement takes less."""
         found = sections(self)
         return int(found.load_bytes.max(initial=0))
 
     def reserved_bytes(self, offsets: Numbers) -> int:
-        """What a placement takes up: where the highest buffer ends."""
+        """Return the bytes that a placement takes: the end of its highest buffer."""
         return int((offsets + self.padded).max(initial=0))
 
 
 def check_buffer(name: str, lower: int, upper: int, size: int) -> None:
-    """Raises ``PlanError`` for an empty or negative lifetime, a negative size, and numbers out of range."""
+    """Raise ``PlanError`` for an empty or negative lifetime, a negative size, and numbers out of range."""
     if upper <= lower:
         raise PlanError(f"{name} lives from {lower} to before {upper}; upper must be above lower.")
     if size < 0:
@@ -76,8 +76,8 @@ def check_buffer(name: str, lower: int, upper: int, size: int) -> None:
 
 
 class Sections(NamedTuple):
-    """Time cut into sections, numbered in order. Buffer i is live from section ``first[i]`` to before ``last[i]``;
-    ``load_bytes``: live bytes by section."""
+    """Time cut into sections, numbered in order. Buffer i is live from section ``first[i]`` until just before section
+    ``last[i]``; ``load_bytes``: live bytes per section."""
 
     first: Indices
     last: Indices
@@ -85,8 +85,8 @@ class Sections(NamedTuple):
 
 
 def sections(buffers: Buffers) -> Sections:
-    """The sections in which no live set is a part of a neighbour's: those that begin with some buffer and end with one. All
-    constraints of a placement lie in them."""
+    """Cut time into the sections whose live set is not a subset of a neighbouring section's: each starts when some buffer
+    starts and ends when some buffer ends. All constraints of a placement are in these."""
     times, places = np.unique(np.concatenate([buffers.lower, buffers.upper]), return_inverse=True)
     begins, ends = places[: len(buffers)], places[len(buffers) :]
     starts, stops = np.zeros(len(times) + 1, bool), np.zeros(len(times) + 1, bool)

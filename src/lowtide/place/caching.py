@@ -1,17 +1,17 @@
-"""PyTorch's caching allocator for CUDA, as a model: the blocks of pools, without a device and without torch.
+"""A model of PyTorch's caching allocator for CUDA: its pools, segments and blocks, without a device and without torch.
 
-What it does, after ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` with their default settings:
-requests are rounded up to 512 bytes; those up to 1 MiB and larger ones have a pool each. A pool hands out the smallest free
-block that is large enough, the lowest of several, and splits off what is left over: of small blocks from 512 bytes on, of large
-ones where it is more than 1 MiB. A freed block becomes one with the free neighbours of its segment. Where no block fits, a
-segment is taken from the device: 2 MiB for small requests, 20 MiB for those below 10 MiB, else the request rounded up to 2 MiB.
-Where the device has no room for it, all segments that are free as a whole go back, and it is asked once more.
+Its rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` with their default settings.
+Requests are rounded up to 512 bytes; requests up to 1 MiB have a pool, larger ones another. A pool hands out the smallest
+free block that is large enough, of equal ones the lowest. It splits off the remainder if that is at least 512 bytes (small
+pool) or more than 1 MiB (large pool). A freed block is merged with the free neighbours in its segment. If no block fits, the
+pool takes a segment from the device: 2 MiB for small requests, 20 MiB for requests below 10 MiB, else the request rounded up
+to 2 MiB. If the device has no room for it, all entirely free segments are given back, and the request is tried once more.
 
-With expandable segments a pool has one segment, which grows by pages of 2 MiB or 20 MiB at its end, or where pages were given
-back; every remainder is split off, the block at the end is used last, and what goes back are free pages.
+With expandable segments each pool has one segment. It grows by pages of 2 MiB (small pool) or 20 MiB (large pool), at its end
+or where pages were given back; every remainder is split off, the block at the end is used last, and free pages are given back.
 
-Not in the model: streams other than one, private pools of CUDA graphs, what other libraries take, and where the driver puts a
-segment: here it lies above those before it, which decides between free blocks of one size.
+Not modelled: more than one stream, private pools of CUDA graphs, memory taken by other libraries, and the addresses that the
+driver gives to segments. Here each segment lies above earlier ones, which decides between free blocks of equal size.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ENDLESS = 1 << 80
 
 @dataclass(slots=True)
 class _Device:
-    """Of ``capacity`` bytes, of which ``taken`` are given away, ``most`` at one time."""
+    """A device with ``capacity`` bytes, of which ``taken`` are in use by segments; ``most`` is the peak of ``taken``."""
 
     capacity: int
     taken: int = 0
     most: int = 0
 
     def take(self, size: int) -> bool:
-        """Whether there is room for ``size`` bytes, which are taken then."""
+        """Take ``size`` bytes if there is room; return whether there was."""
         if self.taken + size > self.capacity:
             return False
         self.taken += size
@@ -53,7 +53,7 @@ class _Device:
 
 @dataclass(slots=True)
 class _Pool(abc.ABC):
-    """Free blocks of ``device``. Segments do not touch, so that blocks side by side are of one segment."""
+    """The free blocks of a pool. Segments never touch, so adjacent blocks always belong to one segment."""
 
     device: _Device
     small: bool
@@ -63,22 +63,23 @@ class _Pool(abc.ABC):
 
     @abc.abstractmethod
     def least_remainder(self) -> int:
-        """Bytes from which on what is left of a block is split off."""
+        """Return the smallest remainder of a block, in bytes, that is split off."""
 
     @abc.abstractmethod
     def grown(self, size: int) -> int | None:
-        """The address of a free block of at least ``size`` bytes, some taken for it; ``None`` where the device has no room."""
+        """Take memory from the device for a free block of at least ``size`` bytes. Returns its address; ``None`` if the device
+        has no room."""
 
     @abc.abstractmethod
     def give_back(self) -> None:
-        """What is free and can go back to the device does."""
+        """Give back to the device all free memory that can be given back."""
 
     @abc.abstractmethod
     def segments(self) -> tuple[int, ...]:
-        """All that decides what happens next where everything is free: sizes in the order of their addresses."""
+        """Return the state of the pool when all its blocks are free: sizes (of expandable segments, holes) by address."""
 
     def request(self, size: int) -> tuple[int, int] | None:
-        """Address and size of a block for ``size`` bytes, which is free no more; ``None`` where the device has no room."""
+        """Allocate a block for ``size`` bytes. Returns its address and actual size; ``None`` if the device has no room."""
         address = self.fitting(size)
         if address is None and (address := self.grown(size)) is None:
             return None
@@ -89,12 +90,12 @@ class _Pool(abc.ABC):
         return address, size
 
     def fitting(self, size: int) -> int | None:
-        """The address of the smallest free block of at least ``size`` bytes, of several the lowest."""
+        """Return the address of the smallest free block of at least ``size`` bytes, of equal ones the lowest."""
         place = bisect.bisect_left(self.by_size, (size, -1))
         return self.by_size[place][1] if place < len(self.by_size) else None
 
     def free(self, address: int, size: int) -> None:
-        """The block becomes free, one with what is free on both sides."""
+        """Free the block and merge it with free neighbours on both sides."""
         if address in self.ending:
             before = self.ending[address]
             size, address = size + self.remove(before), before
@@ -107,7 +108,7 @@ class _Pool(abc.ABC):
         self.sizes[address], self.ending[address + size] = size, address
 
     def remove(self, address: int) -> int:
-        """Returns its size."""
+        """Remove a block from the free ones. Returns its size."""
         size = self.sizes.pop(address)
         del self.ending[address + size]
         del self.by_size[bisect.bisect_left(self.by_size, (size, address))]
@@ -116,10 +117,10 @@ class _Pool(abc.ABC):
 
 @dataclass(slots=True)
 class _NativePool(_Pool):
-    """A segment for every request that finds no block."""
+    """A pool without expandable segments: takes a new segment for every request that finds no block."""
 
-    taken: dict[int, int] = field(default_factory=dict)  # address -> size, by address
-    top: int = 0  # above all segments
+    taken: dict[int, int] = field(default_factory=dict)  # address of a segment -> its size, by address
+    top: int = 0  # the address above all segments
 
     def least_remainder(self) -> int:
         return BLOCK_BYTES if self.small else SMALL_BYTES + 1
@@ -146,8 +147,8 @@ class _NativePool(_Pool):
 
 @dataclass(slots=True)
 class _ExpandablePool(_Pool):
-    """One segment, parts of which are mapped. ``holes``, as pairs of address and size in order, are those that are not; the
-    last one has no end."""
+    """A pool with one expandable segment. ``holes`` are its unmapped parts, as pairs of address and size in ascending order;
+    the last one has no end."""
 
     holes: list[tuple[int, int]] = field(default_factory=lambda: [(0, _ENDLESS)])
 
@@ -159,8 +160,8 @@ class _ExpandablePool(_Pool):
         return BLOCK_BYTES
 
     def fitting(self, size: int) -> int | None:
-        """The first that is large enough, in the order of the sizes, but for larger ones that come next and can grow to less: a
-        block in front of a hole counts with the hole."""
+        """Return the smallest free block that is large enough, or the next larger one as long as that can grow to less. A block
+        followed by a hole can grow by the size of the hole."""
         place, holes = bisect.bisect_left(self.by_size, (size, -1)), dict(self.holes)
         larger = ((there + holes.get(at + there, 0), at) for there, at in itertools.islice(self.by_size, place, None))
         grows_to, chosen = next(larger, (0, None))
@@ -171,8 +172,8 @@ class _ExpandablePool(_Pool):
         return chosen
 
     def grown(self, size: int) -> int | None:
-        """At the lowest address where free blocks and holes that adjoin have ``size`` bytes together. What could be mapped
-        stays so, also where the device has no room for the rest."""
+        """Map pages at the lowest address at which adjoining free blocks and holes have ``size`` bytes together. If the device
+        runs out of room on the way, the pages that were mapped stay mapped."""
         begins = (self.ending.get(hole, hole) for hole, _ in self.holes)
         address = next(begin for begin in begins if self._has_room(begin, size))
         while (there := self.sizes.get(address, 0)) < size:
@@ -188,7 +189,7 @@ class _ExpandablePool(_Pool):
         return end - begin >= size
 
     def _map(self, hole: int, size: int) -> bool:
-        """Maps the first ``size`` bytes of a hole, whole pages; whether the device had them."""
+        """Map the first ``size`` bytes of a hole, whole pages. Returns whether the device had room."""
         if not self.device.take(size):
             return False
         place = bisect.bisect_left(self.holes, (hole, 0))
@@ -198,7 +199,7 @@ class _ExpandablePool(_Pool):
         return True
 
     def give_back(self) -> None:
-        """Of every free block the pages that lie in it as a whole."""
+        """Unmap all pages that lie entirely in a free block."""
         for address, size in list(self.sizes.items()):
             first, last = _rounded(address, self.page), (address + size) // self.page * self.page
             if first >= last:
@@ -223,10 +224,10 @@ class _ExpandablePool(_Pool):
 
 
 class CachingAllocator:
-    """Memory of a device with ``capacity`` bytes (``None``: as many as are asked for), by the rules above.
+    """The allocator of a device with ``capacity`` bytes (``None``: without a limit), by the rules in the module's docstring.
 
-    ``reserved_bytes`` is what it has of the device and ``allocated_bytes`` what it has handed out, in whole blocks; with
-    ``max_`` the most of each so far.
+    ``reserved_bytes``: memory taken from the device; ``allocated_bytes``: memory handed out, in whole blocks; with ``max_``,
+    the peak of each so far.
     """
 
     def __init__(self, capacity: int | None = None, *, expandable_segments: bool = False) -> None:
@@ -245,12 +246,12 @@ class CachingAllocator:
         return self._device.most
 
     def segments(self) -> tuple[tuple[int, ...], ...]:
-        """Of each pool what it has of the device, as numbers that are the same only where it is."""
+        """Return the memory that each pool has of the device, as numbers that are equal only for equal states."""
         return tuple(pool.segments() for pool in self._pools.values())
 
     def allocate(self, size: int) -> tuple[bool, int] | None:
-        """A block for ``size`` bytes, at least 1: whether it is a small one, and its address in the pool of these. ``None``
-        where the device has no room for it, even after what is free went back to it."""
+        """Allocate ``size`` bytes, at least 1. Returns whether the block is in the small pool, and its address there. ``None``
+        if the device has no room, even after cached free memory was given back."""
         rounded = _rounded(size, BLOCK_BYTES)
         small = rounded <= SMALL_BYTES
         block = self._pools[small].request(rounded)
@@ -267,7 +268,7 @@ class CachingAllocator:
         return small, address
 
     def free(self, block: tuple[bool, int]) -> None:
-        """What ``allocate`` returned."""
+        """Free a ``block`` that ``allocate`` returned."""
         size = self._sizes.pop(block)
         self.allocated_bytes -= size
         self._pools[block[0]].free(block[1], size)

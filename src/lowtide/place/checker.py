@@ -1,4 +1,4 @@
-"""What is wrong with a placement. A sweep over time that knows nothing of how placements are made."""
+"""Check a placement with a sweep over time, independently of the code that makes placements."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from lowtide.place.buffers import Buffers, Numbers
 
 
 def fault(buffers: Buffers, offsets: Numbers, names: Sequence[object] | None = None) -> str | None:
-    """The first thing wrong with ``offsets`` (one a buffer, in bytes), in words: one below 0 or not a multiple of the
-    alignment, or two buffers that share a byte while both are live. ``None`` where nothing is. Buffers are called by ``names``,
-    else by number. Takes n log n steps and the insertions into a list of what is live."""
+    """Describe the first error in ``offsets`` (one per buffer, in bytes): an offset below 0 or not a multiple of the alignment,
+    or two buffers that share a byte while both are live. ``None`` if there is none. Buffers are called by ``names``, else by
+    number. Takes n log n steps and the insertions into a sorted list of live buffers."""
     called = names if names is not None else range(len(buffers))
     if len(offsets) != len(buffers):
         return f"there are {len(offsets)} offsets for {len(buffers)} buffers"
@@ -19,7 +19,7 @@ def fault(buffers: Buffers, offsets: Numbers, names: Sequence[object] | None = N
     for i, offset in enumerate(starts):
         if offset < 0 or offset % buffers.alignment:
             return f"buffer {called[i]} is at offset {offset}, which is no multiple of {buffers.alignment} from 0 on"
-    # Buffers that go at a time make room for those that come at it.
+    # Of events at one time, ends come before starts.
     events = [(time, 1, i) for i, time in enumerate(buffers.lower.tolist())]
     events += [(time, 0, i) for i, time in enumerate(buffers.upper.tolist())]
     live: list[tuple[int, int]] = []  # (offset, buffer), by offset

@@ -1,4 +1,4 @@
-"""What a step takes of a CUDA device, under PyTorch's caching allocator: its allocations replayed through the model of it."""
+"""Memory that a training step takes of a CUDA device: its allocations replayed in a model of PyTorch's caching allocator."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class CudaMemory:
-    """What training takes of a CUDA device for its steps.
+    """Memory of a CUDA device that training steps take.
 
-    ``reserved_bytes`` and ``allocated_bytes``: what ``torch.cuda.max_memory_reserved`` and ``max_memory_allocated`` would say
-    on a device with room for whatever is asked. With ``smallest_device_bytes``, and with any more, the allocator gives back
-    what it has cached in time and the steps run; with one byte less they run out of memory. All are beside what the device
-    holds before: the context, parameters, what an optimizer keeps.
+    ``reserved_bytes`` and ``allocated_bytes``: what ``torch.cuda.max_memory_reserved`` and ``max_memory_allocated`` would
+    report on a device with unlimited memory. ``smallest_device_bytes``: on a device with at least this much the steps run,
+    since the allocator gives back cached memory in time; with one byte less they run out of memory. None of them includes
+    memory in use before the step: the CUDA context, parameters, optimizer states.
     """
 
     reserved_bytes: int
@@ -29,12 +29,12 @@ class CudaMemory:
 
     @property
     def fragmentation(self) -> float:
-        """The share of ``reserved_bytes`` that is handed out at no time: where most is, so much is left over."""
+        """The share of ``reserved_bytes`` that is not allocated even when the most is."""
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
 def cuda_memory(graph: Graph, costs: Costs, schedule: Schedule, *, expandable_segments: bool = False) -> CudaMemory:
-    """Of a valid schedule. What is resident throughout (``fixed_bytes``) has memory of its own, which is counted."""
+    """Simulate the CUDA memory of a valid schedule. ``fixed_bytes``, resident throughout, are added to all results."""
     buffers, _ = buffers_of(schedule, simulate(graph, costs, schedule).allocations, 1)
     endless = CachingAllocator(expandable_segments=expandable_segments)
     train(buffers, endless)
@@ -47,10 +47,10 @@ def cuda_memory(graph: Graph, costs: Costs, schedule: Schedule, *, expandable_se
 
 
 def train(buffers: Buffers, allocator: CachingAllocator) -> bool:
-    """Allocate and free ``buffers`` as their lifetimes say, step after step: a step may take more of the device than those
-    before, whose segments it cuts up otherwise. Ends where the segments are those that an earlier step left, so that all is
-    known, or after ``STEPS``. What outlives a step is freed before the next, as gradients are. Returns whether the device had
-    room for all; the first request for which it has none ends it too."""
+    """Replay training steps: allocate and free ``buffers`` as their lifetimes say, step after step. A step may take more memory
+    than earlier ones, as it splits their segments in other ways. Stops when a step leaves the same segments as an earlier
+    one, since all repeats from there, or after ``STEPS``. Buffers that outlive a step are freed before the next, as gradients
+    are. Returns whether the device had room for all requests; stops at the first that it had no room for."""
     events, known = _events(buffers), set[tuple[tuple[int, ...], ...]]()
     while len(known) < STEPS and allocator.segments() not in known:
         known.add(allocator.segments())
@@ -67,11 +67,11 @@ def train(buffers: Buffers, allocator: CachingAllocator) -> bool:
 
 
 def smallest_device(buffers: Buffers, *, expandable_segments: bool = False) -> int:
-    """The least capacity such that ``train`` has room on every device of that many bytes or more.
+    """Return the least capacity such that ``train`` has room on every device of at least that many bytes.
 
-    More capacity is not always better, since what is given back decides where the rest goes; so capacities are gone through
-    from above. What happens depends on the capacity by its refusals alone: where at most ``m`` bytes were taken, the same
-    happens on a device of ``m``, and the next to look at has one byte less.
+    More capacity is not always better, since the memory that is given back decides where later blocks go; so capacities are
+    tried in descending order. The capacity matters only when a request is refused: a run that took at most ``m`` bytes is the
+    same on a device of ``m`` bytes, so the next capacity to try is ``m - 1``.
     """
     least, fits = CachingAllocator(expandable_segments=expandable_segments), True
     train(buffers, least)
@@ -83,7 +83,7 @@ def smallest_device(buffers: Buffers, *, expandable_segments: bool = False) -> i
 
 
 def _events(buffers: Buffers) -> list[tuple[bool, int, int]]:
-    """Whether it comes or goes, which buffer, and its bytes. What goes at a time makes room for what comes at it, in order."""
+    """Return events as (starts, buffer, bytes) in order of time. Of events at one time, ends come first."""
     times = [(time, True, i) for i, time in enumerate(buffers.lower.tolist())]
     times += [(time, False, i) for i, time in enumerate(buffers.upper.tolist())]
     sizes = buffers.size.tolist()

@@ -1,4 +1,4 @@
-"""MiniMalloc's CSV: ``id,lower,upper,size`` and, of a placement, ``offset``; half-open lifetimes."""
+"""Read and write MiniMalloc's CSV: ``id,lower,upper,size`` and, for a placement, ``offset``; lifetimes are half-open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 class BufferFile(NamedTuple):
-    """``offsets`` where the file has them."""
+    """The content of a file; ``offsets`` is ``None`` if the file has none."""
 
     ids: tuple[str, ...]
     buffers: Buffers
@@ -30,8 +30,8 @@ class BufferFile(NamedTuple):
 
 
 def read_buffers(path: str | Path, alignment: int = 1) -> BufferFile:
-    """The buffers of a file. Raises ``PlanError``, in one line, for a file that is no such CSV, an id that is there twice, a
-    buffer that cannot be, and offsets that are no placement."""
+    """Read the buffers of a file. Raises ``PlanError`` with a message of one line for a file that is not such a CSV, a
+    duplicate id, an invalid buffer, and offsets that are not a valid placement."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -83,7 +83,7 @@ def _row(path: str | Path, line: int, columns: list[str], fields: list[str]) -> 
 
 
 def write_buffers(path: str | Path, ids: Sequence[str], buffers: Buffers, offsets: Numbers) -> None:
-    """Write a placement, whole or not at all. Raises ``PlanError``."""
+    """Write a placement atomically. Raises ``PlanError``."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow((*_NEEDED, _OFFSET))

@@ -1,10 +1,10 @@
-"""Placing buffers one after the other: the quick part of a placement, and the orders that the search starts from.
+"""Greedy placement: place buffers one after the other. Gives quick placements, and the orders that the search starts from.
 
-The orders are those of allocators that plan ahead: by size, by lifetime, by their product, and by the contention of the most
-loaded section in which a buffer is live. ``Rule.LOWEST`` keeps a skyline and puts the next buffer where it is lowest; on
-training graphs it is usually at the load at once.
+The orders are those of offline allocators: by size, by lifetime, by their product, and by contention (the load of the most
+loaded section in which a buffer is live). ``Rule.LOWEST`` keeps a skyline and places the buffer that lies lowest on it next;
+on training graphs its first placement usually takes no more than the load, which is optimal.
 
-A pass takes the pairs of buffers that are live together, times the logarithm of a buffer's neighbours.
+Time of a pass: (pairs of buffers that are live together) x log (neighbours of a buffer).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Keys = Mapping[str, npt.NDArray[np.int64 | np.float64]]
 
 
 class Rule(enum.IntEnum):
-    """Where the next buffer goes."""
+    """The rule that chooses the place of the next buffer, or (``LOWEST``) the next buffer itself."""
 
     FIRST = 0  # into the lowest gap that holds it
     BEST = 1  # into the smallest gap that holds it
-    LOWEST = 2  # the next one is the one that would lie lowest on top of what is placed, the earlier among equals
+    LOWEST = 2  # next is the buffer that would lie lowest on top of the placed ones, of equal ones the first
 
 
 ORDERS = (
@@ -44,7 +44,7 @@ ORDERS = (
 
 
 def order_keys(buffers: Buffers, found: Sections) -> Keys:
-    """By buffer: the keys of ``ORDERS``, and ``sections``, a lifetime in sections."""
+    """Compute the keys of ``ORDERS`` for every buffer; ``sections`` is a lifetime counted in sections."""
     lifetime = buffers.upper - buffers.lower
     most = [found.load_bytes[a:b].max() for a, b in zip(found.first.tolist(), found.last.tolist(), strict=True)]
     return {
@@ -58,13 +58,13 @@ def order_keys(buffers: Buffers, found: Sections) -> Keys:
 
 
 def sorted_by(keys: Keys, names: Sequence[str]) -> Indices:
-    """The buffers with the largest keys first, equal ones by number."""
+    """Return the buffers with the largest keys first, equal ones by number."""
     columns = [-keys[name] for name in reversed(names)]
     return np.lexsort(columns).astype(np.int32)
 
 
 def simple_placements(native: core.Buffers, keys: Keys) -> Iterator[Numbers]:
-    """Offsets by each order and rule, those first that are best most often."""
+    """Yield offsets for each order and rule; those that are most often the best come first."""
     for rule, count in ((Rule.LOWEST, len(ORDERS)), (Rule.BEST, 3), (Rule.FIRST, 3)):
         for names in ORDERS[:count]:
             yield native.fit(sorted_by(keys, names), rule)

@@ -1,4 +1,4 @@
-"""A placement: an offset for every buffer, within a capacity or as low as it goes, and how far that is from the least."""
+"""Place buffers: an offset for each, within a capacity or in as few bytes as possible, with a lower bound on these."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from lowtide.units import format_bytes
 
 MOST_VISITS = 6 * 10**8
 """Of a search that no time limit ends: seconds, and the same placement on every machine."""
-_WAYS = (0.0, 0.125, 0.25, 0.5)  # of the way from the bound to the best, one an attempt of those made together
-_MOST_PAIRS = 2 * 10**8  # of buffers that are live together: 1.6 GB of memory
-_LARGE = (1e-3, 1e-4)  # of the load: a size from which on a buffer is large
+_WAYS = (0.0, 0.125, 0.25, 0.5)  # capacities of parallel attempts, as fractions of the way from the bound to the best
+_MOST_PAIRS = 2 * 10**8  # the most pairs of buffers that are live together: 1.6 GB of memory
+_LARGE = (1e-3, 1e-4)  # the least size of a large buffer, as a fraction of the load
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement(Shown):
-    """``offsets`` in bytes, one a buffer; none where no placement within the capacity was found.
+    """A placement: ``offsets`` in bytes, one per buffer; empty if no placement within the capacity was found.
 
-    ``reserved_bytes`` is where the highest buffer ends; where nothing fits the capacity, that of the lowest placement that was
-    found. ``status``: ``OPTIMAL``, nothing takes up less; ``FEASIBLE``, within the capacity, if there is one;
-    ``INFEASIBLE``, proven not to fit; ``UNSOLVED``, not found in the time or visits given. ``lower_bound_bytes``: no placement
-    takes up less; it is the load, the most that is live at one time, unless the search has proven more. ``seconds`` is what
-    it took.
+    ``reserved_bytes`` is the end of the highest buffer, if nothing fits the capacity that of the lowest placement found.
+    ``status``: ``OPTIMAL``, no placement takes less; ``FEASIBLE``, within the capacity, if there is one; ``INFEASIBLE``,
+    proven not to fit; ``UNSOLVED``, not found in the time or visits given. ``lower_bound_bytes``: no placement takes less; it
+    is the load, the most bytes live at one time, unless the search has proven more. ``seconds``: duration of the search.
     """
 
     status: Status
@@ -55,7 +54,7 @@ class Placement(Shown):
 
     @property
     def gap(self) -> float:
-        """How far ``reserved_bytes`` is certain to lie within the least possible, as a fraction of that."""
+        """Upper bound on the distance of ``reserved_bytes`` from the least possible, relative to ``lower_bound_bytes``."""
         return self.reserved_bytes / self.lower_bound_bytes - 1 if self.lower_bound_bytes else 0.0
 
 
@@ -68,11 +67,11 @@ def place(
     seconds: float = math.inf,
     most_visits: float = MOST_VISITS,
 ) -> Placement:
-    """Place ``buffers`` within ``capacity`` bytes, or as low as can be found. ``start``: offsets that are known already.
+    """Place ``buffers`` within ``capacity`` bytes, or in as few bytes as can be found. ``start``: a placement known already.
 
-    Ends at the latest after about ``most_visits`` of the search or ``seconds``; without a limit on the time the same arguments
-    give the same offsets. Raises ``PlanError`` where ``start`` is no placement, for a seed that is none, and for more than
-    200 million pairs of buffers that are live together.
+    Ends after about ``most_visits`` of the search or ``seconds`` at the latest; without a time limit, equal arguments give
+    equal offsets. Raises ``PlanError`` for a ``start`` that is not a valid placement, an invalid seed, and more than 200
+    million pairs of buffers that are live together.
     """
     check_seed(seed)
     wrong = None if start is None else fault(buffers, start)
@@ -96,7 +95,7 @@ def place(
 
 
 def _apart(buffers: Buffers) -> list[Indices]:
-    """The buffers that have bytes, as the others lie anywhere, in groups of which no two have members live at one time."""
+    """Split the buffers into groups that are live at disjoint times. Omits buffers of 0 bytes, which can lie anywhere."""
     there = np.flatnonzero(buffers.size)
     order = there[np.argsort(buffers.lower[there], kind="stable")]
     ends = np.maximum.accumulate(buffers.upper[order])
@@ -107,7 +106,7 @@ def _apart(buffers: Buffers) -> list[Indices]:
 def _joined(
     buffers: Buffers, capacity: int | None, offsets: Numbers, found: list[Placement], seconds: float
 ) -> Placement:
-    """One placement of groups that were placed apart."""
+    """Join the placements of the groups into one."""
     lower = max(buffers.load_bytes, *(one.lower_bound_bytes for one in found))
     failed = [one.status for one in found if not one.status.solved]
     if failed:
@@ -121,7 +120,8 @@ def _joined(
 
 
 class _Run:
-    """One placement being made: the bound and the best so far. ``enough``: bytes below which nothing is gained."""
+    """The search for one group's placement, with the bound and the best so far. ``enough``: a size in bytes below which a
+    lower placement gains nothing."""
 
     def __init__(
         self, buffers: Buffers, capacity: int | None, seed: int, seconds: float, most_visits: float, enough: int
@@ -130,7 +130,7 @@ class _Run:
         self.buffers, self.capacity, self.seconds, self.visits_left = buffers, capacity, seconds, most_visits
         self.seed, self.enough = seed, enough
         tops = np.cumsum(buffers.size)
-        self.offsets, self.reserved = tops - buffers.size, int(tops[-1])  # simply one on the other
+        self.offsets, self.reserved = tops - buffers.size, int(tops[-1])  # all buffers stacked
         found = sections(buffers)
         self.lower = int(found.load_bytes.max())
         if self.flat():
@@ -142,7 +142,7 @@ class _Run:
         self.attempts = Search(self.native, self.keys, seed)
 
     def flat(self) -> bool:
-        """Whether a lower placement is of no use."""
+        """Whether a lower placement gains nothing: this one fits and is at the bound or below ``enough``."""
         fits = self.capacity is None or self.reserved <= self.capacity
         return fits and self.reserved <= max(self.lower, self.enough)
 
@@ -153,7 +153,7 @@ class _Run:
         return self.capacity is not None and self.lower > self.capacity
 
     def keep(self, offsets: Numbers) -> None:
-        """Take offsets where they are the best so far."""
+        """Keep ``offsets`` if they are the best so far."""
         reserved = self.buffers.reserved_bytes(offsets)
         if reserved < self.reserved:
             self.offsets, self.reserved = offsets, reserved
@@ -171,7 +171,7 @@ class _Run:
                 return
 
     def try_large_first(self) -> None:
-        """Search for a placement of the large buffers alone, of which there are fewer, and put the small ones into the gaps."""
+        """Search for a placement of the few large buffers alone, then put the small ones into the gaps."""
         size = self.buffers.size
         for share in _LARGE:
             large = np.flatnonzero(size >= share * self.lower)
@@ -197,7 +197,7 @@ class _Run:
                     self.keep(found.offsets)
 
     def capacities(self) -> list[int]:
-        """What the next attempts try: the capacity; without one the bound, and some way from there to the best."""
+        """Return the capacities that the next attempts try: the given one, else ``_WAYS`` between the bound and the best."""
         if self.capacity is not None:
             return [self.capacity // self.grain * self.grain] * len(_WAYS)
         least = max(self.lower, self.enough // self.grain * self.grain)
@@ -218,7 +218,7 @@ class _Run:
 
 
 def _check_pairs(found: Sections) -> None:
-    """Raises ``PlanError`` where more pairs of buffers are live together than there is memory to hold them."""
+    """Raise ``PlanError`` if more than ``_MOST_PAIRS`` pairs of buffers are live together, which would take too much memory."""
     count = len(found.first)
     apart = int(np.searchsorted(np.sort(found.last), found.first, side="right").sum())
     pairs = count * (count - 1) // 2 - apart

@@ -1,9 +1,8 @@
-"""The addresses of a schedule: every allocation that the simulator counts gets an offset in one block of memory.
+"""Lay out a schedule: give every allocation that the simulator counts an offset in one block of memory.
 
-A tensor, its second copy, a workspace and a saved generator state are buffers; time is counted in steps. A tensor that is
-written over another one lies where that lay, so that the two are one buffer. What is resident throughout (``fixed_bytes``)
-needs no place of its own: it counts in what is reserved, behind the block. So do storages that others allocate, or that outlive
-the step, where the caller names them.
+Tensors, second copies, workspaces and saved generator states are buffers; time is counted in steps. A tensor that overwrites
+another takes its place, so the two are one buffer. ``fixed_bytes``, resident throughout, get no offset but count as reserved,
+outside the block. So do the storages ``apart`` that the caller names: those that others allocate or that outlive the step.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ Offsets = int | None | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Layout(Shown):
-    """A schedule with its addresses. ``allocations`` are the simulator's, and ``offsets[i]`` is where the i-th begins, ``None``
-    for what has none. ``reserved_bytes``: the block, ``block_bytes``, and the most that lies apart from it at one time."""
+    """A schedule with its addresses. ``allocations`` are the simulator's; ``offsets[i]`` is the offset of the i-th, ``None`` if
+    it has none. ``reserved_bytes``: ``block_bytes`` plus the most bytes outside the block at one time."""
 
     schedule: Schedule
     allocations: tuple[Allocation, ...]
@@ -52,8 +51,8 @@ class Layout(Shown):
         return self.placement.reserved_bytes
 
     def of_steps(self) -> list[Offsets]:
-        """By compute and fetch of the schedule: the offset of the tensor that it makes, a list of them in the order of the
-        storages where it makes several, ``None`` where it makes none."""
+        """Return, per compute and fetch of the schedule, the offset of the tensor that it allocates: a list in the order of the
+        storages if it allocates several, ``None`` if none."""
         made: dict[int, list[int]] = {}
         by_storage = zip(self.allocations, self.offsets, strict=True)
         for each, offset in sorted(by_storage, key=lambda pair: (pair[0].first, pair[0].storage or 0)):
@@ -74,9 +73,9 @@ def lay_out(
     apart: Collection[int] = (),
     seed: int = 0,
 ) -> Layout:
-    """Offsets for a valid schedule, as low as ``place`` finds them, or within ``capacity`` bytes, what has no place included:
-    where that is not found, ``placement`` says so and all offsets are ``None``. ``alignment``: the device's by default, and 1
-    where the costs are of no device, whose sizes may be in any unit. ``apart``: storages that get no place."""
+    """Lay out a valid schedule in as few bytes as ``place`` finds, or within ``capacity`` bytes, which include those outside
+    the block. If no such layout is found, ``placement`` says so and all offsets are ``None``. ``alignment``: by default the
+    device's, or 1 if the costs name no device, since sizes may then be in any unit. ``apart``: storages without an offset."""
     if alignment is None:
         alignment = _alignment_of(costs.device)
     allocations = simulate(graph, costs, schedule).allocations
@@ -90,7 +89,7 @@ def lay_out(
 
 
 def _alignment_of(device: str) -> int:
-    """By the name of a device in costs."""
+    """Return the alignment for the device name of ``Costs``."""
     if not device:
         return 1
     return CPU_ALIGNMENT if "cpu" in device.split() else ACCELERATOR_ALIGNMENT
@@ -99,15 +98,15 @@ def _alignment_of(device: str) -> int:
 def buffers_of(
     schedule: Schedule, allocations: tuple[Allocation, ...], alignment: int, apart: Collection[int] = ()
 ) -> tuple[Buffers, list[int | None]]:
-    """The buffers of what ``simulate`` allocated, and which one each allocation is, ``None`` for ``Kind.FIXED`` and for
-    tensors of storages ``apart``."""
+    """Turn the simulator's allocations into buffers. Also returns the buffer of each allocation, ``None`` for ``Kind.FIXED``
+    and for tensors of storages ``apart``."""
     rows: list[tuple[int, int, int]] = []
     members: list[int | None] = []
     live: dict[int | None, int | None] = {}  # storage -> the buffer of its latest tensor
     for each in allocations:
         step = schedule.steps[each.first] if schedule.steps else None
         into = step.into if isinstance(step, Compute) and each.kind is Kind.TENSOR else None
-        if into in live:  # it lies where that lay
+        if into in live:  # it takes the place of the overwritten tensor
             member = live.pop(into)
             if member is not None:
                 rows[member] = (rows[member][0], each.last + 1, each.bytes)

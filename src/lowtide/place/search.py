@@ -1,25 +1,25 @@
-"""The search for a placement within a capacity: branch and bound, started again and again from other orders.
+"""Search for a placement within a capacity: branch and bound with restarts, each from another order of the buffers.
 
-Exact where it ends: it finds a placement or proves that there is none. The problem is NP-complete, so that it may not end; each
+Exact if it ends: it finds a placement or proves that there is none. The problem is NP-complete, so it may not end; each
 attempt is given up after a number of visits.
 
-The ideas are those of MiniMalloc (Moffitt, ASPLOS 2023) in another arrangement. A placement may be taken to be *canonical*,
-every buffer resting on the ground or on another one, and is built from below: the buffer that can lie lowest now, the first
-in the order among equals, either lies there, or it is *refused*, and must then rest on a buffer that is not placed yet. So
+The ideas are those of MiniMalloc (Moffitt, ASPLOS 2023), arranged differently. Without loss of generality a placement is
+*canonical*: every buffer rests on the ground or on another buffer. It is built from below: the buffer that can lie lowest, of
+equal ones the first in the order, is either placed there or *refused*; then it must rest on a buffer that is not placed yet.
 
-- no buffer is placed below one that is placed, and none so high that another one fits under it: nothing is looked at twice
-  for the order in which it came about, nor where a lower placement does as well;
-- every buffer has a least offset: the top of what lies below it, or, where it is refused, the least top of those that it may
-  rest on. A branch ends where in some section the buffers from a least offset on have more bytes than there are above it
-  (the bound of one machine with release dates; with the lowest offset alone it is MiniMalloc's inference by sections);
-- what is left falls into parts wherever no buffer crosses a section's end, and each is solved by itself; a part of which it
-  is known that it cannot be placed on what it lies on is not tried again;
-- of buffers that are alike only one is tried, and one that has no neighbours left is placed where it can lie lowest.
+- No buffer is placed below a placed one, nor so high that another fits under it. So no placement is visited twice in different
+  orders, nor one for which a lower placement does as well.
+- Every buffer has a least offset: the top of the buffers below it, or, if refused, the least top of those that it may rest on.
+  A branch ends when in some section the buffers with at least some least offset have more bytes than there are above that
+  offset (the bound of one machine with release dates; with the lowest offset alone it is MiniMalloc's section inference).
+- The remaining buffers split into independent parts at section ends that no buffer crosses; each part is solved by itself. A
+  part that is known not to fit on top of what lies below it is not tried again.
+- Of identical buffers only one is tried; a buffer without unplaced neighbours is placed where it can lie lowest.
 
 The first attempts take the orders of ``lowtide.place.orders``; later ones sort by products of random powers of contention,
-lifetime, size and *blame*, with some noise. Blamed are the buffers that had too many bytes where a branch ended, as in the
-weighted degrees of constraint solvers (Boussemart and others, 2004): what was hard to place comes first in the next attempt.
-Few attempts find a placement, but those that do find it soon, so that many short ones are better than a long one: their
+lifetime, size and *blame*, with some noise. The buffers that had too many bytes when a branch ended are blamed, like the
+weighted degrees of constraint solvers (Boussemart and others, 2004), so that hard buffers are placed first in the next
+attempt. Few attempts succeed, but those that do succeed early, so many short attempts are better than a long one: their
 lengths follow Luby's sequence.
 """
 
@@ -38,13 +38,13 @@ from lowtide.solve.problem import Status
 from lowtide.solve.threads import in_threads
 
 _STATUS = (Status.FEASIBLE, Status.INFEASIBLE, Status.UNSOLVED)
-_FADING, _FRESH = 0.9, 40  # what is left of blame from one attempt to the next; attempts after which it is forgotten
-_SECOND = 1e9  # as good as without a limit, and not too long for a clock
+_FADING, _FRESH = 0.9, 40  # factor on blame after each attempt; attempts after which it is reset
+_SECOND = 1e9  # stands for no limit, without overflowing a clock
 
 
 class Outcome(NamedTuple):
-    """What an attempt within a capacity came to: ``FEASIBLE`` with offsets, ``INFEASIBLE`` where there is no placement, or
-    ``UNSOLVED``. ``visits``: of a buffer in a section, the measure of its work."""
+    """The result of an attempt within a capacity: ``FEASIBLE`` with offsets, ``INFEASIBLE`` (proven) or ``UNSOLVED``.
+    ``visits``: the work done, counted in visits of a buffer in a section."""
 
     status: Status
     offsets: Numbers
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 
 class Search:
-    """Attempts, one after the other, that learn from those that failed."""
+    """A sequence of attempts that learn from failed ones through blame."""
 
     def __init__(self, native: core.Buffers, keys: Keys, seed: int) -> None:
         self.native = native
@@ -61,12 +61,12 @@ class Search:
         names = ("contention", "lifetime", "sections", "size")
         self.logs = {name: np.log(keys[name].astype(np.float64)) for name in names}
         self.blame = np.zeros(len(keys["size"]))
-        # Of a short attempt: enough to place all buffers a few times without going back.
+        # Visits of a short attempt: enough to place all buffers a few times without backtracking.
         self.visits = min(2 * int(keys["sections"].sum()) * len(keys["sections"]), 2 * 10**7)
         self.made = 0
 
     def within(self, capacities: Sequence[int], most_visits: float, seconds: float) -> list[Outcome]:
-        """An attempt for each capacity, with so many visits together and at most so long."""
+        """Run one attempt per capacity in parallel, within ``most_visits`` in total and ``seconds`` each."""
         share = max(1, int(min(most_visits, 1e15)) // len(capacities))
         asked = []
         for capacity in capacities:
@@ -79,7 +79,7 @@ class Search:
         return [Outcome(_STATUS[status], offsets, visits) for status, offsets, _, visits in found]
 
     def _next_rank(self) -> Indices:
-        """By buffer, who comes first among those that lie equally low."""
+        """Return each buffer's rank in the order that decides between buffers that can lie equally low."""
         if self.made % _FRESH == 0:
             self.blame[:] = 0
         order = sorted_by(self.keys, ORDERS[self.made]) if self.made < len(ORDERS) else _heaviest_first(self._weights())
@@ -104,8 +104,8 @@ def _heaviest_first(weights: npt.NDArray[np.float64]) -> Indices:
 
 
 def luby(i: int) -> int:
-    """The i-th number of 1, 1, 2, 1, 1, 2, 4, ..., the limits on restarts that are good whatever the times of the attempts
-    (Luby, Sinclair and Zuckerman, 1993)."""
+    """Return the i-th number of Luby's sequence 1, 1, 2, 1, 1, 2, 4, ...: restart limits that are near optimal whatever the
+    distribution of the attempts' times (Luby, Sinclair and Zuckerman, 1993)."""
     while (i + 1) & i:
         i -= (1 << (i.bit_length() - 1)) - 1
     return (i + 1) >> 1
