@@ -1,4 +1,4 @@
-"""Planners: from a graph, its costs and a budget to a schedule. No planner is trusted: see ``solve``."""
+"""Planners: find a schedule for a graph, its costs and a budget. No planner is trusted: ``solve`` checks every answer."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ __all__ = [
 
 
 def solve(problem: Problem, planner: str | Planner = "auto") -> Solution:
-    """The planner's answer, its schedule checked and simulated again. An infeasible budget is an answer, not an error.
-    Raises ``ScheduleError`` where the planner returned an invalid schedule, one over the budget, or wrong figures (a
-    defect of the planner), ``PlanError`` for an unknown planner."""
+    """Run the planner, then check and simulate its schedule. An infeasible budget is an answer, not an error.
+    Raises ``ScheduleError`` if the planner returned an invalid schedule, one over the budget or the second memory's capacity,
+    or wrong figures (a defect of the planner), and ``PlanError`` for an unknown planner."""
     chosen = get_planner(planner) if isinstance(planner, str) else planner
     began = time.perf_counter()
     if problem.on_better is not None:

@@ -1,14 +1,14 @@
 """``auto``, the default: a portfolio of searches over compute sequences (``docs/planners/auto.md`` has its stages and why).
 
-Order-preserving schedules with recomputation anywhere, the forward pass included. Exact (a shortest path over memory
-states) for graphs of up to about twenty nodes, most of up to sixty and whenever recomputing nothing fits; a heuristic
-otherwise, with a lower bound that holds for every schedule. Starting points, a bound, annealing and recombination are in
-``portfolio_search``; with a second memory the same searches on graphs in which fetching is an operator are in
-``moving.search``.
+Finds order-preserving schedules with recomputation anywhere, the forward pass included. Exact (a shortest path over memory
+states) for graphs of up to about twenty nodes, for most of up to sixty, and whenever the program without recomputation fits;
+else a heuristic, with a lower bound that holds for every schedule. ``portfolio_search`` has the starting points, the bound,
+annealing and recombination; ``moving.search`` runs the same searches for a second memory, on graphs in which fetching is an
+operator.
 
-``effort`` (1 to 5) sets the number of iterations, fixed by the size of the graph, never by the clock: same problem, same
-seed, same schedule. With 0 the quickest starting point is the answer: a plan at once, for a start. Every effort meets the
-same budgets: below the smallest peak found the answer is ``UNSOLVED`` (``INFEASIBLE`` where proven) with that peak as
+``effort`` (1 to 5) sets the number of iterations, which depends on the size of the graph, never on the clock: same problem,
+same seed, same schedule. Effort 0 returns the quickest starting point: a first plan at once. Every effort meets the same
+budgets: below the smallest peak found the answer is ``UNSOLVED`` (``INFEASIBLE`` if proven) with that peak as
 ``minimum_bytes``, which the same seed then reaches.
 """
 
@@ -32,7 +32,8 @@ from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 
 @dataclass(frozen=True, slots=True)
 class Auto(Options):
-    """``effort``: 0 (starting points alone), 1 (quick) to 5 (patient). ``exact``: solve graphs of a few nodes exactly."""
+    """The default planner. ``effort``: 0 (starting points only), 1 (quick) to 5 (patient). ``exact``: solve small graphs
+    exactly."""
 
     effort: int = between(3, min(EFFORTS), max(EFFORTS))
     exact: bool = True
@@ -44,7 +45,7 @@ class Auto(Options):
         return self._recomputing(problem, make_portfolio(problem.graph, problem.costs, problem.seed))
 
     def _with_moves(self, problem: Problem) -> Solution:
-        """The better of what moves storages and of what does not."""
+        """Return the quicker of the best schedule with transfers and the best without."""
         portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
         alone: list[Solution] = []
 
@@ -72,7 +73,8 @@ class Auto(Options):
         return dataclasses.replace(solution, status=Status.INFEASIBLE) if proven else solution
 
     def _searched(self, problem: Problem, portfolio: Portfolio, beaten_ns: int | None) -> Solution:
-        """What the search finds; where nothing, what it finds among schedules that compute outputs again."""
+        """Search; if nothing fits, search again among schedules that free forward outputs and recompute them before the
+        hand-over."""
         solution = search_sequences(problem, portfolio, self.effort, beaten_ns=beaten_ns)
         lowest = solution.lowest_schedule
         if solution.status.solved or lowest is None or not outputs_in_the_way(problem.graph, problem.costs, lowest):
@@ -86,7 +88,8 @@ class Auto(Options):
 
 
 def _exact_answer(problem: Problem, portfolio: Portfolio, optimum: Path) -> Solution | None:
-    """``None`` where nothing fits, and the least peak is not found exactly either."""
+    """Make the answer of the exact search: its optimum, or, if nothing fits, the schedule with the least peak. ``None`` if that
+    is not found exactly either."""
     if optimum.found:
         exact = portfolio.floor.bounding
         found = Status.OPTIMAL if exact else Status.FEASIBLE
@@ -97,7 +100,7 @@ def _exact_answer(problem: Problem, portfolio: Portfolio, optimum: Path) -> Solu
 
 
 def _bounded(problem: Problem, portfolio: Portfolio, solution: Solution) -> Solution:
-    """With the time of the quickest path of the model on which bounds hold, or a bound on that."""
+    """Add a lower bound: the time of the shortest path of the ``floor`` model, or a lower bound on it."""
     below = shortest(portfolio.floor, problem.budget_bytes)
     if below is not None and below.found:
         return bounded_by(solution, below.time_ns)

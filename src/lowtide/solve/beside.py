@@ -1,14 +1,15 @@
-"""Collectives beside computing: planners minimise a sum of times, of which collectives are no part where they are hidden.
+"""Solve problems in which collectives overlap with computation, with planners that only minimise a sum of times.
 
-The planner is asked several times, with collectives in line, at full price and at next to nothing, and with room left for
-what comes early. Each answer's collectives are placed in the room that the budget leaves (``lowtide.solve.moving.steps``)
-and moved one by one as long as the exact clock says that it helps (``moving.early``); the quickest by that clock is the
-answer. What is not moved competes too, so no answer is worse for it. A heuristic: the search does not know what hides where.
+The planner is asked several times with collectives in line (run one after the other with the operators): at their full time,
+at nearly no time, and with memory left for results that arrive early. Each answer's collectives are placed in the room that
+the budget leaves (``lowtide.solve.moving.steps``) and moved one by one while the exact clock improves (``moving.early``); the
+quickest schedule by that clock is the answer. The unmoved schedules compete too, so moving never makes the answer worse.
+A heuristic: the planner does not know which collectives will be hidden.
 
-Every schedule takes as long as its operators and as long as its collectives, so at least any mean of the two: the lower
-bound is the largest of those for a few weights, each proven for a graph with weighted times. What planners prove in line does
-not hold: a schedule that takes longer in line may be quicker. That nothing fits does, but for the workspaces of collectives
-that may run early, which are not bound to a place.
+Every schedule takes at least the sum of its operators' times and at least the sum of its collectives' times, so at least any
+weighted mean of the two. The lower bound is the largest over a few weights, each proven on a graph with weighted times.
+Bounds that planners prove in line do not hold, since a schedule that is slower in line may be quicker with overlap. A proof
+that nothing fits does hold, unless collectives that may run early have workspaces, as these may then move elsewhere.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from lowtide.solve.moving.steps import place_transfers
 from lowtide.solve.outcome import answer, bounded_by, least_time_ns
 from lowtide.solve.problem import Planner, Problem, Solution, Status
 
-_HIDDEN = 0.02  # the price of a collective that is hidden
-_TRIES = ((1.0, 0), (_HIDDEN, 0), (1.0, 1))  # prices; how many of the largest result of a collective room is left for
+_HIDDEN = 0.02  # the price of a hidden collective, as a fraction of its time
+_TRIES = ((1.0, 0), (_HIDDEN, 0), (1.0, 1))  # (price, room left, in multiples of the largest result of a collective)
 _WEIGHTS = (0.0, 0.1, 0.3, 0.5, 0.7)  # of collectives' time
 _BOUND_EFFORT = 3
-_RETRIES = 3  # with less memory, where workspaces that stay longer exceed it
+_RETRIES = 3  # with a smaller budget, if workspaces that stay longer exceed the real one
 
 
 def runs_beside(problem: Problem) -> bool:
-    """Whether a collective can be hidden."""
+    """Whether the problem has collectives that overlap with computation."""
     return problem.costs.collectives_beside and any(op.collective for op in problem.graph.ops)
 
 
 def in_line(graph: Graph, costs: Costs, price: float) -> Costs:
-    """Costs by which collectives run in line, for this part of their time."""
+    """Return costs with which collectives run in line and take the fraction ``price`` of their time."""
     times = costs.time_ns.copy()
     chosen = [op.id for op in graph.ops if op.collective]
     times[chosen] = np.ceil(price * times[chosen]).astype(np.int64)
@@ -48,14 +49,14 @@ def in_line(graph: Graph, costs: Costs, price: float) -> Costs:
 
 
 def largest_result(graph: Graph, costs: Costs) -> int:
-    """The most bytes that a collective makes."""
+    """Return the most bytes that a collective allocates for its results."""
     owned = graph.owned
     made = (sum(int(costs.storage_bytes[one]) for one in owned[op.id]) for op in graph.ops if op.collective)
     return max(made, default=0)
 
 
 def solve_beside(problem: Problem, planner: Planner) -> Solution:
-    """The planner's answer to a problem in which collectives run beside computing."""
+    """Solve a problem in which collectives overlap with computation; see the module's docstring."""
     least = least_time_ns(problem)
     first: Solution | None = None
     best: Solution | None = None
@@ -82,7 +83,8 @@ def solve_beside(problem: Problem, planner: Planner) -> Solution:
 
 
 def _tries(problem: Problem, planner: Planner) -> Sequence[tuple[float, int]]:
-    """Where all collectives run once, their price changes nothing; then one try is enough for a first plan."""
+    """Return the (price, room) pairs to try. If no collective may be recomputed, their price changes nothing, and for a first
+    plan (effort 0) one try is enough."""
     if any(op.collective and op.recomputable for op in problem.graph.ops):
         return _TRIES
     once = [(price, results) for price, results in _TRIES if price == 1.0]
@@ -112,7 +114,7 @@ def _answers(problem: Problem, planner: Planner, tries: Sequence[tuple[float, in
 
 
 def _hidden(problem: Problem, schedule: Schedule, *, one_by_one: bool) -> list[Schedule]:
-    """The schedule, and what is made of it."""
+    """Return the schedule, and the versions of it with placed and moved collectives."""
     graph, costs, budget = problem.graph, problem.costs, problem.budget_bytes
     placed = place_transfers(graph, costs, schedule, budget)
     if not one_by_one:
@@ -123,7 +125,7 @@ def _hidden(problem: Problem, schedule: Schedule, *, one_by_one: bool) -> list[S
 
 
 def _bound(problem: Problem, effort: int, known_ns: int) -> int:
-    """Nanoseconds that no schedule within the budget undercuts."""
+    """Return a lower bound, in ns, on the time of every schedule within the budget."""
     found = least_time_ns(problem)
     if effort == 0:
         return found

@@ -1,9 +1,9 @@
-"""``rotor``, ``rockmate`` and ``h-rockmate``: a dynamic program over a chain of blocks with options each.
+"""``rotor``, ``rockmate`` and ``h-rockmate``: dynamic programs over a chain of blocks, each with a menu of options.
 
-The forward pass is cut into blocks (``lowtide.solve.blocks.partition``), every block gets options, and a table
+The forward pass is cut into blocks (``lowtide.solve.blocks.partition``), every block gets options, and a dynamic program
 (``lowtide.solve.blocks.table``, with the recurrence) chooses among them. All are heuristics: feasible or unsolved. Several
 nominal budgets are tried (``lowtide.solve.blocks.sequences``). For L blocks, K options, M slots a table takes
-O(L^3 M + L^2 K M) time. ``docs/planners/blocks.md`` has the sources and what is done otherwise than there.
+O(L^3 M + L^2 K M) time. ``docs/planners/blocks.md`` has the sources and the deviations from them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from lowtide.solve.options import Options, between
 from lowtide.solve.outcome import quickest_fitting
 from lowtide.solve.problem import Problem, Solution
 
-_BLOCKS = 60  # of rockmate
+_BLOCKS = 60  # the most blocks of rockmate
 _SIMULATED = 6
 
 
 class BlockProgram(Options):
-    """What the three planners share: only their tables differ."""
+    """Base of the three planners, which differ only in their tables."""
 
     __slots__ = ()
 
     @abstractmethod
     def builders(self, chains: BlockChains) -> list[Builder]:
-        """The tables, one builder per way to cut."""
+        """Return one table builder per way to cut."""
 
     def search(self, problem: Problem) -> Solution:
-        """The quickest schedule that fits; else unsolved with the lowest peak of all sequences."""
+        """Return the quickest schedule that fits, else ``UNSOLVED`` with the lowest peak of all sequences."""
         return quickest_fitting(self.name, problem, self._sequences, _SIMULATED)
 
     def _sequences(self, model: CompactGraph) -> Iterator[Indices]:
@@ -50,13 +50,14 @@ class BlockProgram(Options):
 
 @dataclass(frozen=True, slots=True)
 class Rotor(BlockProgram):
-    """Blocks between articulation points modulo cheap long-lived storages; a block either saves everything or the chain
-    stores a block's input and runs on (Beaumont et al. 2019, arXiv 1911.13214). On a chain with exact bytes the table's time is
-    the least of any memory-persistent schedule (what is stored stays until its backward use) that treats blocks so.
+    """The planner ``rotor`` (Beaumont et al. 2019, arXiv 1911.13214). Blocks lie between articulation points, ignoring cheap
+    long-lived storages. Each block either saves everything, or only its input is stored and it is run again. On a chain with
+    exact bytes the table's time is the least of any memory-persistent schedule (stored values stay until their backward use)
+    under this rule.
 
-    ``slots``: memory is counted in so many parts of the budget, rounded up; 0 counts bytes. ``trim``: the last forward of a
-    nested segment runs without its output, which nobody needs again. ``blocks``: at most so many, the quickest neighbours
-    merged; half, a quarter and so on of them are tried too.
+    ``slots``: number of memory units that the budget is divided into (sizes are rounded up); 0 counts bytes. ``trim``: run the
+    last forward of a nested segment without its output, which is not needed again. ``blocks``: the most blocks, the quickest
+    neighbours merged; half, a quarter and so on of them are tried too.
     """
 
     slots: int = between(500, 0, 5000)
@@ -67,17 +68,18 @@ class Rotor(BlockProgram):
         return [partial(self.table, make_chain(chains.model, cuts)) for cuts in several_cuts(chains.model, self.blocks)]
 
     def table(self, chain: Chain, most_bytes: int) -> Table:
-        """One table for every budget up to ``most_bytes`` (``fixed_bytes`` apart)."""
+        """Build one table for every budget up to ``most_bytes`` (without ``fixed_bytes``)."""
         menus = [(everything(chain, block, block + 1),) for block in range(chain.blocks)]
         return build_table(chain, menus, most_bytes, self.slots, trim=self.trim)
 
 
 @dataclass(frozen=True, slots=True)
 class Rockmate(BlockProgram):
-    """Blocks as for ``rotor``; every distinct block gets a menu of (saved bytes, peaks, time) options, from everything
-    saved to nothing (``lowtide.solve.blocks.menu``), which takes O(n^3) for n nodes (Zhao et al. 2023, arXiv 2307.01236).
+    """The planner ``rockmate`` (Zhao et al. 2023, arXiv 2307.01236). Blocks as for ``rotor``; every distinct block gets a menu
+    of (saved bytes, peaks, time) options, from everything saved to nothing (``lowtide.solve.blocks.menu``), in O(n^3) for n
+    nodes.
 
-    ``options``: per block, about. ``slots``: as for ``rotor``. ``block_nodes``: above so many forward nodes a block
+    ``options``: approximate number per block. ``slots``: as for ``rotor``. ``block_nodes``: a block with more forward nodes
     is cut again before its menu is made; half as many are tried too.
     """
 
@@ -94,13 +96,13 @@ class Rockmate(BlockProgram):
 
 @dataclass(frozen=True, slots=True)
 class HRockmate(BlockProgram):
-    """Any graph is cut into parts of a few nodes where fewest bytes cross, whatever crosses, and these are bundled; each
-    bundle's menu is made from its halves', equal parts once (``lowtide.solve.blocks.compose``), and the table chooses among the
-    bundles' options (Gusak et al., H-Rockmate, HAL 04403844, and HiRemate, ICML 2025). For n nodes in parts of p nodes menus
-    take about O(n p^2 + n K^2 log n) steps of a sweep.
+    """The planner ``h-rockmate`` (Gusak et al., H-Rockmate, HAL 04403844, and HiRemate, ICML 2025). Cuts any graph into parts
+    of a few nodes where the fewest bytes cross, and groups the parts into bundles. Each bundle's menu is composed from those
+    of its halves, equal parts only once (``lowtide.solve.blocks.compose``), and the table chooses among the bundles' options.
+    For n nodes in parts of p nodes menus take about O(n p^2 + n K^2 log n) steps of a sweep.
 
-    ``options``: per part, about. ``part_nodes``: forward nodes of the smallest parts, at most. ``top``: bundles at
-    the top level, about. ``slots``: as for ``rotor``.
+    ``options``: approximate number per part. ``part_nodes``: the most forward nodes of the smallest parts. ``top``:
+    approximate number of bundles at the top level. ``slots``: as for ``rotor``.
     """
 
     options: int = between(16, 2, 100)
@@ -109,7 +111,7 @@ class HRockmate(BlockProgram):
     slots: int = between(500, 0, 5000)
 
     def builders(self, chains: BlockChains) -> list[Builder]:
-        """Menus composed once per way to bundle, tables of the chain of bundles as they are asked for."""
+        """Compose the menus once per way to bundle; the builders make the tables when called."""
         ways = top_cuts(chains.model, self.top, self.part_nodes)
         composed = (chains.composed(tops, self.part_nodes, self.options) for tops in ways)
         return [partial(build_table, *chain_and_menus, slots=self.slots) for chain_and_menus in composed]

@@ -1,24 +1,23 @@
 """``checkmate``: the optimal schedule by mixed-integer programming (Jain et al., MLSys 2020, arXiv 1910.02653, section 4).
 
-Solves the full problem: order-preserving schedules with recomputation anywhere. Three programs on one set of variables
-(``lowtide.solve.milp.stages``): that of *any order*, a relaxation, whose bound holds for every schedule; the *ordered* one,
-which is Checkmate's, a restriction; and the *reduced* one (``form=reduced``), without recomputation in the forward pass.
+Solves the full problem: order-preserving schedules with recomputation anywhere. Three programs share one set of variables
+(``lowtide.solve.milp.stages``): *any order*, a relaxation whose bound holds for every schedule; *ordered*, Checkmate's
+program, a restriction; and *reduced* (``form=reduced``), without recomputation in the forward pass.
 ``docs/planners/checkmate.md`` says why there are three.
 
-``OPTIMAL`` is claimed where a schedule is as quick as the any-order bound, or the shortest path over memory states
-(``lowtide.solve.search.memory_paths``, small graphs) says so; ``INFEASIBLE`` where the any-order program has no solution,
-one op's working set is above the budget, or again by the shortest path. All of it within the tolerances of HiGHS: sums are
-small integers wherever possible, bounds are rounded after 1e-7 of them is taken off, and a solution that the simulator
-finds above the budget is cut off by tightening the budget and solving again. Where the programs settle nothing within the
-time limit, the bound is the better of theirs and that of ``lowtide.solve.bounds``. Nothing is claimed where the compact
-model is not exact.
+A schedule is ``OPTIMAL`` if it meets the any-order bound, or if the shortest path over memory states
+(``lowtide.solve.search.memory_paths``, small graphs) proves it. A budget is ``INFEASIBLE`` if the any-order program has no
+solution, if one op's working set exceeds the budget, or by the shortest path. All within the tolerances of HiGHS: sums are
+small integers where possible, bounds are reduced by 1e-7 and rounded, and a solution that the simulator finds above the
+budget is excluded by solving again with a tighter budget. If the programs settle nothing within the time limit, the bound is
+the better of theirs and that of ``lowtide.solve.bounds``. If the compact model is not exact, nothing is claimed.
 
-With a second memory there is a program with transfers besides (``lowtide.solve.moving.program``): a bound for all schedules
-with transfers, and a schedule, which competes with those without transfers and with that of ``auto{effort=1}`` by the exact
-clock. ``objective=peak`` knows no transfers, and claims nothing where there could be some.
+With a second memory, a program with transfers (``lowtide.solve.moving.program``) gives a bound for all schedules with
+transfers, and a schedule. That competes by the exact clock with the schedules without transfers and that of
+``auto{effort=1}``. ``objective=peak`` plans no transfers, and claims nothing if transfers are possible.
 
-Exponential in the worst case; variables grow with nodes x stages, so above ``MOST_RECOMPUTES`` of them no program is built
-and the answer is that of ``auto``.
+Exponential in the worst case; the number of variables grows with nodes x stages, so above ``MOST_RECOMPUTES`` of them no
+program is built and the answer is that of ``auto``.
 """
 
 from __future__ import annotations
@@ -40,15 +39,16 @@ from lowtide.solve.outcome import among_moving, answer, least_time_ns, within_se
 from lowtide.solve.problem import Problem, Solution, Status
 from lowtide.solve.registry import get_planner
 
-_STILL = 0.3  # of the time limit: for schedules that move nothing, where there is a second memory
-_LEAST_SECONDS = 1.0  # for the program with transfers
+_STILL = 0.3  # with a second memory, the fraction of the time limit for schedules without transfers
+_LEAST_SECONDS = 1.0  # the least time for the program with transfers
 
 
 @dataclass(frozen=True, slots=True)
 class Checkmate(Options):
-    """``time_limit`` in seconds for all programs together; ``gap``: relative, of the recompute time, at which a program
-    is left; ``objective=peak``: the lowest peak instead of the least time (``OPTIMAL`` then means that no schedule
-    peaks lower); ``warm_start``: begin with the schedule of ``auto{effort=1}``, or of ``auto`` where no program follows."""
+    """The planner ``checkmate``. ``time_limit``: seconds for all programs together; ``gap``: relative gap of the recompute time
+    at which a program stops; ``objective=peak``: minimise the peak instead of the time (``OPTIMAL`` then means that no
+    schedule peaks lower); ``warm_start``: begin with the schedule of ``auto{effort=1}``, or of ``auto`` if no program
+    follows."""
 
     time_limit: float = above_zero(60.0)
     gap: float = option(0.0, lambda gap: 0 <= gap < 1, "goes from 0 to below 1")
@@ -69,7 +69,7 @@ class Checkmate(Options):
         return self._least_time(problem) if problem.costs.second_memory is None else self._with_moves(problem)
 
     def _with_moves(self, problem: Problem) -> Solution:
-        """The least time within the budget with transfers; what the programs find without them takes part."""
+        """Minimise the time within the budget with transfers; the schedules found without transfers compete."""
         began = time.perf_counter()
         still = dataclasses.replace(problem, costs=dataclasses.replace(problem.costs, second_memory=None))
         known = [dataclasses.replace(self, time_limit=self.time_limit * _STILL).solve(still)]
@@ -97,7 +97,7 @@ class Checkmate(Options):
         return Search(problem, options, self.form, budget_bytes, began)
 
     def _least_time(self, problem: Problem) -> Solution:
-        """The least time within the budget."""
+        """Minimise the time within the budget, without transfers."""
         began = time.perf_counter()
         search = self._search(problem, problem.budget_bytes, began)
         known = [keep_all_schedule(problem.graph)]
@@ -107,7 +107,7 @@ class Checkmate(Options):
         if working_set_bound(problem.graph, problem.costs) > problem.budget_bytes:
             search.bound = NEVER
         search.run(known)
-        if not (search.settled or shared_storages(problem.graph)):  # the programs do not come to an end on every graph
+        if not (search.settled or shared_storages(problem.graph)):  # the programs may run out of time
             floor = bounding_model(problem.graph, problem.costs, search.model)
             known_ns = None if search.best is None else int(search.value)
             search.bound = max(search.bound, time_bound(floor, problem.budget_bytes, effort=2, known_ns=known_ns))
@@ -122,7 +122,7 @@ class Checkmate(Options):
         return solution
 
     def least_peak(self, problem: Problem) -> Search:
-        """A search that ended, with the lowest peak found within the time limit; the problem's budget plays no part."""
+        """Minimise the peak within the time limit, whatever the problem's budget. Returns the finished search."""
         began = time.perf_counter()
         known = [keep_all_schedule(problem.graph)]
         if self.warm_start:
@@ -137,7 +137,7 @@ class Checkmate(Options):
         return search
 
     def _least_peak(self, problem: Problem) -> Solution:
-        """The lowest peak, as an answer to the problem; ``OPTIMAL`` where no schedule peaks lower."""
+        """Return the schedule with the lowest peak as an answer to the problem; ``OPTIMAL`` if no schedule peaks lower."""
         least = self.least_peak(problem)
         found = Status.OPTIMAL if least.bound == least.value else Status.FEASIBLE
         solution = answer("checkmate", problem, [least.found], found=found)

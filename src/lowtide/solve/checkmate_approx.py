@@ -1,15 +1,16 @@
 """``checkmate-approx``: linear relaxation and two-phase rounding (Jain et al., MLSys 2020, arXiv 1910.02653, section 5,
 algorithm 2).
 
-Solves Checkmate's program (``lowtide.solve.milp.stages``, reduced form) as a linear one for a part of the budget, rounds
-which storages are kept, completes with the least recomputation and rejects what peaks above the budget. Stages are walked
-backwards: what one must hand on and what its node reads is taken from what is stored, else recomputed, which asks for
-inputs in turn; what cannot be recomputed is kept from where it was made, so that every rounding gives a valid sequence. A
-heuristic: no guarantee of cost or feasibility, and no bound. Completion is linear in nodes x reads.
+Solves the linear relaxation of Checkmate's program (``lowtide.solve.milp.stages``, reduced form) for a part of the budget,
+rounds the columns S (which storages are kept), completes them with the least recomputation, and rejects schedules over the
+budget. The completion goes through the stages backwards: the storages that a stage hands on and that its node reads are taken
+from the stored ones or else recomputed, which asks for their inputs in turn. A storage that cannot be recomputed is kept from
+its first compute on, so every rounding gives a valid sequence. A heuristic: no guarantee of cost or feasibility, and no
+bound. Completion is linear in nodes x reads.
 
-Deviations: the paper's reserve of 0.1 is searched over ``RESERVES`` unless given; beside its S = 1[S* > 0.5] and its draws
-there is a sweep of thresholds; above ``MOST_RECOMPUTES`` variables recomputation is planned only in every second, third ..
-stage. Keeping everything and keeping nothing of the forward pass are always among the candidates.
+Deviations: unless given, the reserve (0.1 in the paper) is searched over ``RESERVES``. Besides the paper's S = 1[S* > 0.5]
+and its random draws there is a sweep of thresholds. Above ``MOST_RECOMPUTES`` variables recomputation is planned only in
+every second, third ... stage. Keeping everything and keeping nothing of the forward pass are always among the candidates.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ RESERVES = (0.1, 0.05, 0.0, 0.15, 0.2, 0.3, 0.4, 0.5)
 MOST_RECOMPUTES = 8_000
 MOST_NODES = 3_000
 _THRESHOLDS = tuple(step / 20 for step in range(1, 20))
-_ATTEMPTS = 6  # to find a budget that can be met, together within the time limit once more
+_ATTEMPTS = 6  # to find a budget that can be met; together they may take the time limit once more
 
 
 @dataclass(frozen=True, slots=True)
 class CheckmateApprox(Options):
-    """``rounding``: deterministic, sweep or randomised; ``reserve``: part of the budget left out, 0 to search it;
-    ``samples``: draws of ``randomised`` per linear program; ``time_limit`` in seconds for all linear programs."""
+    """The planner ``checkmate-approx``. ``rounding``: deterministic, sweep or randomised; ``reserve``: fraction of the budget
+    left out, 0 to search it; ``samples``: draws of ``randomised`` per linear program; ``time_limit``: seconds for all
+    linear programs."""
 
     rounding: str = one_of("sweep", ("deterministic", "sweep", "randomised"))
     reserve: float = option(0.0, lambda reserve: 0 <= reserve < 1, "goes from 0 (searched) to below 1")
@@ -55,7 +57,7 @@ class CheckmateApprox(Options):
         return solution if solution.status.solved else self._reachable(problem, solution)
 
     def _attempt(self, problem: Problem) -> Solution:
-        """The quickest candidate of all reserves within the budget, or the lowest."""
+        """Return the quickest candidate of all reserves within the budget; if none fits, the lowest."""
         portfolio = make_portfolio(problem.graph, problem.costs, problem.seed)
         candidates = portfolio.measure(self._sequences(portfolio.model, problem))
         budget = problem.budget_bytes
@@ -63,7 +65,7 @@ class CheckmateApprox(Options):
         return answer(self.name, problem, [portfolio.schedule(best)])
 
     def _sequences(self, model: CompactGraph, problem: Problem) -> Iterator[Indices]:
-        """Encoded sequences, those that do not depend on the budget first."""
+        """Yield encoded sequences; those that do not depend on the budget come first."""
         began = time.perf_counter()
         yield encode_keep_all(model)
         if model.nodes > MOST_NODES:
@@ -87,8 +89,8 @@ class CheckmateApprox(Options):
                     yield completed(formulation, rounded)
 
     def _reachable(self, problem: Problem, solution: Solution) -> Solution:
-        """With a peak for ``minimum_bytes`` that the planner reaches when it is asked for just that, going up from what
-        it found; at last the program as written."""
+        """Set ``minimum_bytes`` to a peak that the planner reaches when that is its budget: try budgets upwards from the lowest
+        peak found, and in the end take the program without recomputation."""
         brief = dataclasses.replace(self, time_limit=self.time_limit / _ATTEMPTS)  # with more time it reaches no less
         lowest = solution.minimum_bytes or 0
         for _ in range(_ATTEMPTS):
@@ -104,7 +106,7 @@ class CheckmateApprox(Options):
 
 
 def _gradients_only(formulation: Formulation) -> Floats:
-    """The columns S when nothing of the forward pass is kept."""
+    """Return the columns S for keeping nothing of the forward pass."""
     model, rounded = formulation.model, np.zeros(len(formulation.program.cost))
     for stored in formulation.stored:
         backward = [c for s, c in stored.items() if c >= 0 and model.storage_node[s] >= model.boundary]
@@ -113,7 +115,7 @@ def _gradients_only(formulation: Formulation) -> Floats:
 
 
 def roundings(values: Floats, rounding: str, samples: int, seed: int) -> Iterator[Floats]:
-    """The columns S rounded to 0 and 1: at 0.5, at a sweep of thresholds, or drawn with S* as probability."""
+    """Yield the columns S rounded to 0 and 1: at 0.5, at a sweep of thresholds, or drawn with S* as probability."""
     if rounding == "randomised":
         draw = np.random.default_rng(seed)
         for _ in range(samples):
@@ -124,7 +126,7 @@ def roundings(values: Floats, rounding: str, samples: int, seed: int) -> Iterato
 
 
 def completed(formulation: Formulation, rounded: Floats) -> Indices:
-    """The encoded sequence with the least recomputation for the storages that ``rounded`` keeps."""
+    """Return the encoded sequence with the least recomputation for the storages that ``rounded`` keeps."""
     model, reach, kept = formulation.model, formulation.reach, set[int]()
     parts: list[list[int]] = [[model.nodes]]
     for stage in range(model.nodes, -1, -1):
@@ -141,7 +143,7 @@ def completed(formulation: Formulation, rounded: Floats) -> Indices:
 def _recomputed(
     formulation: Formulation, stage: int, wanted: set[int], available: set[int]
 ) -> tuple[list[int], set[int]]:
-    """Nodes to recompute in the stage, ascending, and the storages that it takes over from the stage before."""
+    """Return the nodes to recompute in the stage, ascending, and the storages that it takes over from the previous stage."""
     reach = formulation.reach
     pending = [(-reach.base[storage], storage) for storage in wanted]
     heapq.heapify(pending)

@@ -1,8 +1,8 @@
-"""Checkpointing planners after Chen et al. and their generalisations: which forward nodes to keep.
+"""Checkpointing planners after Chen et al. and their generalisations: they choose which forward nodes to keep.
 
-Heuristics without guarantee; bytes are looked at only afterwards: every candidate is simulated and the quickest that fits
-is the answer. Forward nodes are those of the compact model (views merged); ``docs/planners/checkpointing.md`` says which of
-them each planner keeps, and ``lowtide.solve.model.checkpoints`` what happens to the others.
+Heuristics without guarantee; bytes matter only afterwards: every candidate is simulated and the quickest that fits is the
+answer. Forward nodes are those of the compact model (views merged); ``docs/planners/checkpointing.md`` says which of them
+each planner keeps, and ``lowtide.solve.model.checkpoints`` how the others are recomputed.
 
 Chen et al. 2016 (arXiv 1604.06174, section 4): sqrt is their O(sqrt(n)) algorithm, greedy their Algorithm 3 with its budget
 b swept. They assume a chain of layers; on a chain the chen, ap and linearized planners agree. Checkmate (Jain et al. 2020,
@@ -10,12 +10,12 @@ arXiv 1910.02653, section 6 and appendix B) restricts the candidates to articula
 order for a chain (linearized). Moving back to the last articulation point keeps Chen's spacing where these are unevenly
 spread; it is ours.
 
-The sweep over b visits all values at which the choice changes, or where they are denser than 1/32 apart, steps of that
-ratio; the candidates do not depend on the budget, so more budget is never slower. Time: candidates x graph size,
-``checkpoint-last`` the square of the graph's size.
+The sweep over b visits all values at which the choice changes, or, if these are closer than 1/32 apart, steps by that
+ratio. The candidates do not depend on the budget, so a larger budget is never slower. Time: candidates x graph size;
+``checkpoint-last``: the square of the graph's size.
 
 Deviations: the segment after the last checkpoint is not dropped, as the backward pass begins with it. Checkmate's
-checkpoint-last keeps the latest node alone in the forward pass too, and drops gradients; here the forward pass runs as
+checkpoint-last keeps only the latest node in the forward pass too, and drops gradients; here the forward pass runs as
 written and gradients stay.
 """
 
@@ -34,18 +34,18 @@ from lowtide.solve.options import Options
 from lowtide.solve.outcome import quickest_fitting
 from lowtide.solve.problem import Planner, Problem, Solution
 
-_STEP = 32  # the sweep over b advances by at least one in this many
-_SIMULATED = 3  # of the quickest that fit
+_STEP = 32  # each step of the sweep over b raises it by at least 1/32
+_SIMULATED = 3  # how many of the quickest that fit are simulated
 
 
 def every_root(model: CompactGraph, candidates: Sequence[int]) -> list[list[int]]:
-    """One set: every floor(sqrt(n))-th of the n candidates."""
+    """Return one set: every floor(sqrt(n))-th of the n candidates."""
     spacing = max(math.isqrt(len(candidates)), 1)
     return [list(candidates[spacing - 1 :: spacing])]
 
 
 def greedy_sets(model: CompactGraph, candidates: Sequence[int]) -> list[list[int]]:
-    """The sets of the sweep over b, from all candidates to none, each once."""
+    """Return the sets of the sweep over b, from all candidates to none, each once."""
     own = np.zeros(model.boundary + 1, np.int64)
     forward = model.storage_node < model.boundary
     np.add.at(own, model.storage_node[forward] + 1, model.storage_bytes[forward])
@@ -63,7 +63,8 @@ def greedy_sets(model: CompactGraph, candidates: Sequence[int]) -> list[list[int
 
 
 def _exceeding(until: Sequence[int], size: int) -> tuple[list[int], list[int]]:
-    """Positions at which the bytes since the last chosen one exceed ``size``, and those bytes; ``until`` adds up."""
+    """Return the positions at which the bytes since the last chosen position exceed ``size``, and those bytes. ``until`` holds
+    cumulative bytes."""
     chosen, weights, since = [], [], 0
     for index, total in enumerate(until):
         if total - since > size:
@@ -74,14 +75,14 @@ def _exceeding(until: Sequence[int], size: int) -> tuple[list[int], list[int]]:
 
 
 def moved_back(sets: Iterable[list[int]], points: Sequence[int]) -> Iterator[list[int]]:
-    """Each checkpoint replaced by the last articulation point at or before it; those without any are dropped."""
+    """Replace each checkpoint by the last articulation point at or before it; drop those that have none."""
     for checkpoints in sets:
         places = np.searchsorted(points, checkpoints, side="right") - 1
         yield sorted({points[place] for place in places if place >= 0})
 
 
 def checkpointing(class_name: str, sequences: Callable[[Readers], Iterable[Indices]]) -> type[Planner]:
-    """The planner class, without options, whose answer is the quickest of the sequences that fits."""
+    """Make a planner class without options whose answer is the quickest of the ``sequences`` that fits."""
 
     def search(self: Options, problem: Problem) -> Solution:
         return quickest_fitting(self.name, problem, lambda model: sequences(make_readers(model)), _SIMULATED)
@@ -91,7 +92,7 @@ def checkpointing(class_name: str, sequences: Callable[[Readers], Iterable[Indic
 
 
 def _keeping(class_name: str, sets: Callable[[CompactGraph, Sequence[int]], Iterable[Sequence[int]]]) -> type[Planner]:
-    """The planner that keeps the checkpoints of each set, each once; ``sets`` is given the articulation points too."""
+    """Make a planner class that tries each distinct set of checkpoints. ``sets`` gets the model and its articulation points."""
 
     def sequences(readers: Readers) -> Iterator[Indices]:
         model = readers.model

@@ -1,15 +1,14 @@
 """``dtr``: the online heuristics of dynamic tensor rematerialization, run ahead of time on a static graph.
 
-Runs the program in order within the budget; where the next operator does not fit, evicts the resident storage with the
-least score (``lowtide.eviction.heuristics``), again and again, and rebuilds what was evicted when it is read, with
-whatever that needs. What the program has no more use for is released at once, as a framework that counts references does.
-The heuristics know nothing of the future: that is what makes them online. Kirisame et al., ICLR 2021, arXiv 2006.09616,
-section 2.
+Runs the program in order within the budget. While the next operator does not fit, evicts the resident storage with the least
+score (``lowtide.eviction.heuristics``); an evicted storage is recomputed when it is read, with evicted inputs recursively.
+Storages that the program does not use again are released at once, as by reference counting. The heuristics know nothing of
+the future, which makes them online. Kirisame et al., ICLR 2021, arXiv 2006.09616, section 2.
 
-No guarantee: recursive rebuilding can exceed the budget or thrash; a run ends after six computes per node. Each of
-several limits at and below the budget is tried, since generator states and the memory of views are not seen
-here, and the quickest schedule that really fits is the answer. Storages cannot be evicted that were handed to the caller,
-or whose operator runs only once. O(evictions x resident storages).
+No guarantee: recursive recomputation can exceed the budget or thrash; a run ends after six computes per node. Several limits
+at and below the budget are tried, since generator states and the memory of views are not counted here; the quickest schedule
+that really fits is the answer. Storages that were handed to the caller, or whose operator runs only once, cannot be evicted.
+O(evictions x resident storages).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _STEPS_PER_NODE = 6
 
 @dataclass(frozen=True, slots=True)
 class Dtr(Options):
-    """``heuristic``: one of ``lowtide.eviction``'s. ``sample``: look at a random
-    sample of the storages that could be evicted, and at none below 1 % of the mean size, as the paper's prototype does."""
+    """The planner ``dtr``. ``heuristic``: one of ``lowtide.eviction``'s. ``sample``: consider only a random sample of the
+    evictable storages, and none below 1 % of the mean size, as the paper's prototype does."""
 
     heuristic: str = one_of("dtr-eq", tuple(HEURISTICS))
     sample: bool = False
@@ -51,7 +50,7 @@ class Dtr(Options):
 
 
 class _Run:
-    """One pass over the program. ``codes`` is the encoded sequence."""
+    """One run of the program within a limit. ``codes`` is the encoded sequence."""
 
     def __init__(self, model: CompactGraph, room: int, options: Dtr, seed: int) -> None:
         self.model = model
@@ -69,7 +68,7 @@ class _Run:
             self.entries[-1].pinned = bool(model.held[storage]) or not model.recomputable[node]
 
     def finish(self) -> bool:
-        """Run all; false where it thrashes."""
+        """Run the program to its end. Returns false if it thrashes."""
         most = _STEPS_PER_NODE * (self.model.nodes + 1)
         for node in range(self.model.nodes + 1):
             self._compute_with_inputs(node, most)
@@ -81,7 +80,7 @@ class _Run:
         return True
 
     def _compute_with_inputs(self, node: int, most: int) -> None:
-        """The node and, before it, whatever it reads and is gone, recursively."""
+        """Compute the node after recomputing its evicted inputs, recursively."""
         stack = [node]
         self._lock(node, 1)
         while stack and len(self.codes) <= most:
@@ -119,7 +118,7 @@ class _Run:
             self.entries[storage].locks += change
 
     def _release(self, storage: int) -> None:
-        """Let go of what the program has no more use for, unless it can only be computed once."""
+        """Release the storage if the program does not use it again, unless it is pinned."""
         entry = self.entries[storage]
         if self.left[storage] == 0 and entry.locks == 0 and not entry.pinned and entry.resident:
             self.pool.evict(entry)

@@ -1,12 +1,11 @@
-"""``greedy``: run the program and evict, whenever the next operator would not fit, what is cheapest to rebuild.
+"""``greedy``: run the program and, whenever the next operator does not fit, evict the storage that is cheapest to recompute.
 
-The victim is the live storage with the least (time to rebuild it, evicted ancestors included) / (bytes x time until its
+The victim is the live storage with the least (time to recompute it, evicted ancestors included) / (bytes x time until its
 next use), the score of dynamic tensor rematerialization (Kirisame et al., ICLR 2021, arXiv 2006.09616) with the known
-next use in place of staleness. Evicted inputs are rebuilt recursively where they are next read.
+next use in place of staleness. Evicted inputs are recomputed recursively where they are next read.
 
-No guarantee of any kind: pinned inputs of a recursive rebuild can exceed the budget. It is therefore run against
-several smaller limits as well, and the quickest result that fits is the answer, keeping everything included.
-O(operators x storages) per run.
+No guarantee: pinned inputs of a recursive recomputation can exceed the budget. So several smaller limits are tried too, and
+the quickest result that fits is the answer, keeping everything included. O(operators x storages) per run.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _BRIEF_NODES = 250  # a millisecond or two for all limits
 
 
 def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(_LIMITS)) -> list[Indices]:
-    """Encoded sequences, one per limit at and below the budget for which greedy comes to an end; none where it comes to none
-    at the budget itself."""
+    """Return encoded sequences, one per limit at and below the budget for which greedy ends; none if it does not end at the
+    budget itself."""
     room = max(budget_bytes - model.fixed_bytes, 0)
 
     def run(limit: float) -> Indices:
@@ -42,7 +41,7 @@ def greedy_sequences(model: CompactGraph, budget_bytes: int, limits: int = len(_
 
 @dataclass(frozen=True, slots=True)
 class Greedy(Options):
-    """``limits``: how many limits at and below the budget are tried."""
+    """The planner ``greedy``. ``limits``: how many limits at and below the budget are tried."""
 
     limits: int = len(_LIMITS)
 

@@ -1,9 +1,9 @@
 """``griewank``: binomial checkpointing of the chain of units between articulation points.
 
-The forward pass is cut at its articulation points into unit steps; a *state* is what crosses a cut. With ``s`` slots for
-states (the first one's, the program's inputs, takes no memory), the last step is reversed first; before each earlier one,
-its state is computed again from the nearest one in a slot, and slots are refilled on the way. Which states go to slots is
-the optimal choice for equal steps (Griewank and Walther 2000, Algorithm 799: REVOLVE, ACM TOMS 26(1)), in closed form:
+The forward pass is cut at its articulation points into unit steps; a *state* is the data that crosses a cut. There are ``s``
+slots for states; the slot of the first state, the program's inputs, takes no memory. Steps are reversed from the last to the
+first: the state before a step is recomputed from the nearest state in a slot, and slots are refilled on the way. The choice
+of states is optimal for equal steps (Griewank and Walther 2000, Algorithm 799: REVOLVE, ACM TOMS 26(1)), in closed form:
 
     l         steps to reverse, s >= 1 slots, that of the first state included
     beta(s,r) = C(s + r, s)          the most steps that s slots reverse with r repetitions of a step
@@ -11,9 +11,8 @@ the optimal choice for equal steps (Griewank and Walther 2000, Algorithm 799: RE
     t(l,s)    = min over 0 < m < l of  m + t(l - m, s - 1) + t(m, s)                m: the next state to go to a slot
 
 Optimal in recomputed steps on a chain of equal nodes, t(l, s) - l + 1 of them. On other graphs nothing is guaranteed; the
-number of slots is swept and the quickest candidate that fits is the answer. Reads across several steps are served from
-whatever is there. Time: (numbers of slots) x (length of the sequences), which is of the square of the number of steps for
-one slot.
+number of slots is swept and the quickest candidate that fits is the answer. Reads across several steps use any result that is
+still live. Time: (numbers of slots tried) x (length of the sequences); for one slot the length is quadratic in the steps.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from lowtide.solve.model.checkpoints import FIXED, SLOT, LiveResults, Readers
 from lowtide.solve.model.compact import CompactGraph, Indices
 from lowtide.solve.model.structure import articulation_points
 
-_ALL_SLOTS = 64  # every number of slots up to here, then one in this many more
+_ALL_SLOTS = 64  # try every number of slots up to this, then grow it by 1/64 at a time
 
 
 def repetitions(steps: int, slots: int) -> int:
-    """The least r with ``steps <= beta(slots, r)``."""
+    """Return the least r with ``steps <= beta(slots, r)``."""
     r = 0
     while math.comb(slots + r, slots) < steps:
         r += 1
@@ -38,7 +37,7 @@ def repetitions(steps: int, slots: int) -> int:
 
 
 def next_slot(steps: int, slots: int) -> int:
-    """An optimal m: the steps from the state at hand to the next one to store, for at least 2 steps and slots."""
+    """Return an optimal m: the steps from the current state to the next state to store, for at least 2 steps and 2 slots."""
     r = repetitions(steps, slots)
     lower = math.comb(slots + r - 2, slots) if r >= 2 else 1
     return max(lower, steps - math.comb(slots - 1 + r, slots - 1), 1)
@@ -48,8 +47,8 @@ Action = tuple[str, int]
 
 
 def reversal(steps: int, slots: int) -> Iterator[Action]:
-    """What happens in turn: ``("store", state)``, ``("reverse", step)``, ``("discard", state)``. State ``i`` is the
-    input of step ``i``; state 0 is there throughout. Steps are reversed from the last to the first."""
+    """Yield the actions in order: ``("store", state)``, ``("reverse", step)``, ``("discard", state)``. State ``i`` is the
+    input of step ``i``; state 0 is always stored. Steps are reversed from the last to the first."""
     pending: list[tuple[str, int, int, int]] = [("chain", 0, steps, slots)]
     while pending:
         kind, low, high, left = pending.pop()
@@ -66,7 +65,7 @@ def reversal(steps: int, slots: int) -> Iterator[Action]:
 
 
 def states_of(model: CompactGraph) -> list[int]:
-    """The articulation points, the last forward node left out, which nothing follows."""
+    """Return the articulation points without the last forward node, which no step follows."""
     return [point for point in articulation_points(model) if point < model.boundary - 1]
 
 
@@ -79,7 +78,7 @@ def _all_sequences(readers: Readers) -> Iterator[Indices]:
 
 
 def slot_sequence(readers: Readers, states: list[int], slots: int) -> Indices:
-    """The encoded sequence of the reversal with ``slots`` slots, that of the program's inputs included."""
+    """Return the encoded sequence of the reversal with ``slots`` slots, including that of the program's inputs."""
     memory = _Slots(readers, states, slots)
     memory.advance_to(len(states), -1)
     for node in memory.stored:
@@ -88,7 +87,7 @@ def slot_sequence(readers: Readers, states: list[int], slots: int) -> Indices:
 
 
 class _Slots(LiveResults):
-    """Follows the reversal: which states are to be in slots now."""
+    """Live results of the reversal; ``stored`` are the states that belong in slots now."""
 
     def __init__(self, readers: Readers, states: list[int], slots: int) -> None:
         super().__init__(readers, range(states[-1] if states else 0, readers.model.boundary))
@@ -98,7 +97,7 @@ class _Slots(LiveResults):
         self.stored: set[int] = set()
 
     def advance_to(self, step: int, position: int) -> None:
-        """Store and discard up to the reversal of ``step``; nothing where that is over."""
+        """Carry out the stores and discards up to the reversal of ``step``; does nothing if that is past."""
         while self.step > step:
             kind, index = next(self.actions)
             if kind == "reverse":

@@ -15,7 +15,7 @@ from lowtide.solve.problem import Problem, Solution
 
 @dataclass(frozen=True, slots=True)
 class KeepAll(Options):
-    """No options."""
+    """The planner ``keep-all``. No options."""
 
     def search(self, problem: Problem) -> Solution:
         return keeping_all(self.name, problem)

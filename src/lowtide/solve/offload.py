@@ -1,7 +1,7 @@
-"""``offload``: moves storages to the second memory and computes nothing again.
+"""``offload``: offloads storages to the second memory and fetches them, without any recomputation.
 
-What moves, and when it comes back, is searched for as by ``auto`` (``lowtide.solve.moving``); the transfers are placed in the
-room that the budget leaves. A reference for what moving alone is worth; no guarantee of any kind. Without a second memory it
+Searches for the storages to move and the times to fetch them as ``auto`` does (``lowtide.solve.moving``); transfers are placed
+in the room that the budget leaves. A reference for the value of offloading alone; no guarantee. Without a second memory it
 keeps everything.
 """
 
@@ -20,7 +20,7 @@ from lowtide.solve.problem import Problem, Solution
 
 @dataclass(frozen=True, slots=True)
 class Offload(Options):
-    """``effort``: 0 (a few prices of transfers) to 5 (many, and patient searches)."""
+    """The planner ``offload``. ``effort``: 0 (a few prices of transfers) to 5 (many prices, and patient searches)."""
 
     effort: int = between(3, min(EFFORTS), max(EFFORTS))
     moves: ClassVar[bool] = True

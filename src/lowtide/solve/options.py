@@ -1,5 +1,5 @@
-"""What planners have in common: options that are refused out of range, with a message that says what may stand there, and that
-nothing is searched for where the program as written fits."""
+"""The base of planners: options that are refused out of range with a message that names the range, and the rule that nothing
+is searched if the program without recomputation fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 
 def option(default: Value, holds: Callable[[Value], bool], rule: str) -> Value:
-    """A field of which ``holds``; ``rule`` says so in words."""
+    """Declare an option whose value must satisfy ``holds``; ``rule`` says so in words, for the error message."""
     found: Value = dataclasses.field(default=default, metadata={"holds": holds, "rule": rule})
     return found
 
@@ -35,7 +35,7 @@ def above_zero(default: float) -> float:
 
 
 class Options:
-    """The base of a planner's dataclass, whose fields are its options. Raises ``PlanError`` for those out of range."""
+    """Base of a planner's dataclass, whose fields are its options. Raises ``PlanError`` for options out of range."""
 
     __slots__ = ()
 
@@ -44,13 +44,13 @@ class Options:
         return re.sub("(?<!^)(?=[A-Z])", "-", type(self).__name__).lower()
 
     def solve(self, problem: Problem) -> Solution:
-        """The program as written, which is optimal where it fits; else what the planner finds."""
+        """Return the program without recomputation if it fits, which is optimal; else the answer of ``search``."""
         kept = keeping_all(self.name, problem)
         return kept if kept.status is Status.OPTIMAL else self.search(problem)
 
     @abc.abstractmethod
     def search(self, problem: Problem) -> Solution:
-        """The answer to a problem that the program as written is no answer to."""
+        """Solve a problem for which the program without recomputation is not known to be optimal."""
 
     def __post_init__(self) -> None:
         planner = self.name

@@ -1,4 +1,4 @@
-"""From candidate schedules to an answer: every one simulated in exact integers, the quickest that fits taken."""
+"""Make an answer of candidate schedules: simulate each in exact integers and take the quickest that fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lowtide.solve.problem import Problem, Solution, Status
 def answer(
     planner: str, problem: Problem, candidates: Iterable[Schedule], *, found: Status = Status.FEASIBLE
 ) -> Solution:
-    """The quickest candidate within the budget (then the lowest, then the earliest), with status ``found``."""
+    """Return the quickest candidate within the budget (of equals the lowest, then the first), with status ``found``. If none
+    fits, ``UNSOLVED`` with the lowest."""
     measured = [(simulate(problem.graph, problem.costs, schedule), schedule) for schedule in candidates]
     lowest, lowest_schedule = min(measured, key=lambda pair: pair[0].peak_bytes)
     unsolved = Solution(planner, Status.UNSOLVED, None, 0, 0, minimum_bytes=lowest.peak_bytes)
@@ -33,19 +34,19 @@ def answer(
 
 
 def keeping_all(planner: str, problem: Problem) -> Solution:
-    """The answer of the program as written, which is optimal where it fits."""
+    """Answer with the program without recomputation, which is optimal if it fits."""
     return answer(planner, problem, [keep_all_schedule(problem.graph)], found=Status.OPTIMAL)
 
 
 def bounded_by(solution: Solution, bound_ns: int) -> Solution:
-    """``solution``, which is solved, with a proven bound; it is an optimum where it meets that."""
+    """Add a proven lower bound to a ``solution`` that is solved; it becomes ``OPTIMAL`` if it meets the bound."""
     status = Status.OPTIMAL if solution.time_ns <= bound_ns else Status.FEASIBLE
     return replace(solution, status=status, lower_bound_ns=min(bound_ns, solution.time_ns))
 
 
 def least_time_ns(problem: Problem) -> int:
-    """Nanoseconds that every schedule takes, whatever the budget: those of computing once what anyone needs, and of the
-    collectives among that, where these run beside it."""
+    """Return a lower bound, in ns, on the time of every schedule, whatever the budget: the time to compute every needed op
+    once, or the time of the collectives if they overlap with computation and take longer."""
     run = simulate(problem.graph, problem.costs, keep_all_schedule(problem.graph))
     timing = run.timing
     return max(timing.time_ns - timing.wait_ns, timing.collective_ns)
@@ -54,8 +55,9 @@ def least_time_ns(problem: Problem) -> int:
 def quickest_fitting(
     planner: str, problem: Problem, sequences: Callable[[CompactGraph], Iterable[Indices]], simulated: int
 ) -> Solution:
-    """The quickest of the encoded sequences that fits, the program as written included; ``simulated`` of them at most. The
-    sequences must not depend on the budget. Where none fits, ``minimum_bytes`` is the lowest peak among them."""
+    """Return the quickest encoded sequence that fits, the program without recomputation included. Simulates the ``simulated``
+    quickest that fit by the compact model, and the lowest. The sequences must not depend on the budget. If none fits,
+    ``minimum_bytes`` is the lowest peak among them."""
     model = compact(problem.graph, problem.costs)
     found = [sweep(model, codes) for codes in (encode_keep_all(model), *sequences(model))]
     fitting = (one for one in found if one.peak_bytes <= problem.budget_bytes - model.fixed_bytes)
@@ -65,14 +67,15 @@ def quickest_fitting(
 
 
 def among_moving(problem: Problem, solution: Solution) -> Solution:
-    """The answer of a planner that moves nothing, where others may: what it proved does not hold for them."""
+    """Weaken the answer of a planner that moves nothing to a problem with a second memory: drop its proofs, which do not hold
+    for schedules with transfers."""
     if solution.status.solved:
         return bounded_by(solution, least_time_ns(problem))
     return replace(solution, status=Status.UNSOLVED, lower_bound_ns=None)
 
 
 def within_second_memory(problem: Problem, schedules: Iterable[Schedule]) -> list[Schedule]:
-    """Those whose copies the second memory holds."""
+    """Return the schedules whose copies fit the capacity of the second memory."""
     memory = problem.costs.second_memory
     room = None if memory is None else memory.capacity_bytes
     if room is None:
@@ -85,9 +88,9 @@ Sequences = Callable[[CompactGraph, int], Iterable[Indices]]
 
 
 def quickest_eviction(planner: str, problem: Problem, sequences: Sequences, again: Sequences) -> Solution:
-    """The quickest of the encoded sequences for the budget that fits, keeping everything included. Where none fits,
-    ``minimum_bytes`` is the smallest budget that the sequences of ``again`` meet, found by bisection to 2 % and at most
-    to the byte. An attempt may come to no end at all; then the next budget is larger."""
+    """Return the quickest of the encoded ``sequences`` for the budget that fits, keeping everything included. If none fits,
+    ``minimum_bytes`` is the smallest budget that the sequences of ``again`` meet, found by bisection to 2 %, at best to the
+    byte. An attempt may yield no sequence at all; then a larger budget is tried."""
     model = compact(problem.graph, problem.costs)
 
     def attempt(budget_bytes: int, sequences: Sequences) -> Solution:

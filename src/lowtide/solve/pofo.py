@@ -1,16 +1,16 @@
-"""``pofo``: rematerialization and offloading on a chain of blocks by one dynamic program, whose recurrence, states and
-discretisation stand in ``lowtide.solve.moving.chain_table``.
+"""``pofo``: one dynamic program for rematerialization and offloading on a chain of blocks. Its recurrence, states and
+discretisation are in ``lowtide.solve.moving.chain_table``.
 
 Source: Beaumont, Eyraud-Dubois, Shilova, *Efficient Combination of Rematerialization and Offloading for Training DNNs*,
-NeurIPS 2021 (POFO). As there, nothing moves that was computed again, what moves leaves as soon as it was made and in that
-order, links are fluid (any part of a storage that has left is free) and know no latency. Deviations:
+NeurIPS 2021 (POFO). As there, recomputed storages are not offloaded, storages are offloaded as soon as they are made and in
+that order, and links are fluid (memory is free as soon as a part of a storage has left) and without latency. Deviations:
 
-- states are kept with their exact figures, one per cell of a grid, so the table is no proven optimum of the model either;
-- while a segment runs again, what comes back has either all of its room set aside or none;
-- segments that run again are rotor's for the least memory that they have, and what crosses a cut may be several storages.
+- states keep their exact figures, one state per cell of a grid, so the table is no proven optimum of the model either;
+- while a segment is recomputed, either all of the memory for the fetched storages is reserved or none;
+- recomputed segments are rotor's for the least memory that they have, and several storages may cross a cut.
 
-A real link is not fluid: each of several cuttings, nominal budgets and slower links gives a schedule, whose transfers are
-placed by the exact clock, and the quickest of these and of rotor's that fits is the answer. No guarantee. Without a second
+A real link is not fluid. So several ways to cut, nominal budgets and slower links each give a schedule, whose transfers are
+placed by the exact clock; the quickest of these and of rotor's that fits is the answer. No guarantee. Without a second
 memory it is ``rotor``.
 """
 
@@ -32,8 +32,8 @@ from lowtide.solve.problem import Problem, Solution
 
 @dataclass(frozen=True, slots=True)
 class Pofo(Options):
-    """``slots``: of rotor's table. ``blocks``: at most so many; half, a quarter and so on of them are tried too. ``cells``:
-    parts of the budget in which states are told apart."""
+    """The planner ``pofo``. ``slots``: as for ``rotor``. ``blocks``: the most blocks; half, a quarter and so on of them are
+    tried too. ``cells``: the parts of the budget by which states are distinguished."""
 
     slots: int = between(300, 1, 5000)
     blocks: int = between(40, 1, 200)

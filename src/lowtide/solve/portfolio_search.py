@@ -18,25 +18,25 @@ from lowtide.solve.search.recombine import children, survivors
 from lowtide.solve.search.tightening import tightened
 
 EFFORTS = {0: 0.0, 1: 0.04, 2: 0.25, 3: 1.0, 4: 3.0, 5: 10.0}  # factors of the iterations of a run
-_BOUND_EFFORT, _BOUND_NODES = 3, 1400  # the most for the lower bound, in its own scale; 1 above so many nodes
-# First temperatures of runs, in mean node times. Hot runs pay only where many iterations fall to a node.
+_BOUND_EFFORT, _BOUND_NODES = 3, 1400  # the most effort for the lower bound, in its own scale; 1 above so many nodes
+# First temperatures of runs, in mean node times. Hot runs pay only if there are many iterations per node.
 _HOT_NODES = 1200
 _HOT, _WARM = (2.0,) * 8, (1.0, 0.3)
-_CHILDREN = (0.1, 0.04)  # those of a generation, which go on two threads
-_STRICT = (0.3, 1.0)  # those of every third one far from the bound, which stay within the budget
-_RUN_PART, _CHILD_PART = 8, 16  # the part of the iterations that falls to a run, and to a child's
-_FIRST_STRICT, _FIRST_CHILD = 40, 64  # streams of random numbers, other than of the first runs and of the lowest peak
+_CHILDREN = (0.1, 0.04)  # of the children of a generation, which run on two threads
+_STRICT = (0.3, 1.0)  # of strict runs, also of the children of every third generation if the plan is far from the bound
+_RUN_PART, _CHILD_PART = 8, 16  # a run gets 1/8 of the iterations, a child's run 1/16
+_FIRST_STRICT, _FIRST_CHILD = 40, 64  # random streams, apart from those of the first runs and of the lowest peak
 _POINTS, _POPULATION = 4, 10  # starting points that take part; sequences that are recombined
-_GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # at most, and above so many nodes
-# How far from the bound, in parts of the program's time, a plan may stay before the bound and the search try more.
+_GENERATIONS, _LARGE_NODES, _LARGE_GENERATIONS = 60, 800, 36  # the most generations; fewer above so many nodes
+# Distances of a plan from the bound, as fractions of the program's time, above which the bound or the search tries more.
 _WIDE_BOUND, _WIDE_PLAN = 0.02, 0.1
-_PATIENCE = 20  # generations without anything better
+_PATIENCE = 20  # generations without improvement that end the search
 
 
 def search_sequences(problem: Problem, portfolio: Portfolio, effort: int, *, beaten_ns: int | None = None) -> Solution:
-    """The quickest schedule that runs of an ``effort`` of 0 (starting points alone) to 5 find, and a bound, which ends the
-    search where it is met. ``beaten_ns``: what else there is takes so long; where the bound is no less, the quickest starting
-    point is the answer."""
+    """Search for the quickest schedule with an ``effort`` of 0 (starting points only) to 5, and prove a lower bound, which ends
+    the search when it is met. ``beaten_ns``: the time of a schedule found otherwise; if the bound is not below it, the
+    quickest starting point is the answer."""
     nodes = portfolio.model.nodes
     fitting = _fitting(problem, portfolio, effort)
     if fitting[0].peak_bytes > problem.budget_bytes:
@@ -74,9 +74,9 @@ def search_candidate(
     known: Iterable[Sequence[int]] = (),
     patience: int = _PATIENCE,
 ) -> Candidate:
-    """The quickest sequence that runs find, without a bound; where none is within the budget, the lowest. ``known``: op ids in
-    the order in which they are computed, the starting points where one of them fits. ``patience``: how many generations
-    without anything better end it."""
+    """Search for the quickest sequence, without a bound; if none is within the budget, return the lowest. ``known``: compute
+    sequences (op ids), used as the starting points if one of them fits. ``patience``: the number of generations without
+    improvement that ends the search."""
     fitting = _fitting(problem, portfolio, effort, known)
     best = quickest(fitting, 1)[0]
     if effort == 0 or best.peak_bytes > problem.budget_bytes:
@@ -88,7 +88,7 @@ def search_candidate(
 def _fitting(
     problem: Problem, portfolio: Portfolio, effort: int, known: Iterable[Sequence[int]] = ()
 ) -> list[Candidate]:
-    """Starting points within the budget, those that are ``known`` where one of them is; without any, the lowest alone."""
+    """Return starting points within the budget: the ``known`` ones if any of them fits. If none fits, only the lowest found."""
     problem.progress("starting points", 0.0)
     budget = problem.budget_bytes
     given = portfolio.measure(encode(portfolio.model, ops) for ops in known)
@@ -107,12 +107,12 @@ def _fitting(
 
 
 def _is_hopeless(problem: Problem) -> bool:
-    """Whether some operator takes more than the budget by itself."""
+    """Whether the working set of some operator exceeds the budget."""
     return working_set_bound(problem.graph, problem.costs) > problem.budget_bytes
 
 
 def _starting(problem: Problem, portfolio: Portfolio, *, first: bool) -> list[Candidate]:
-    """The starting points within the budget; ``first``: those of the quick kinds alone."""
+    """Return the starting points within the budget; ``first``: only those of the quick kinds."""
 
     def fit(points: list[Candidate]) -> list[Candidate]:
         return [point for point in points if point.peak_bytes <= budget]
@@ -124,14 +124,14 @@ def _starting(problem: Problem, portfolio: Portfolio, *, first: bool) -> list[Ca
     heard = _offer_annealed(problem, portfolio, found)
     found += fit(portfolio.blocks(budget, lambda some: _offer_best(problem, portfolio, fit(some))))
     if portfolio.model.nodes > _HOT_NODES and portfolio.chains.has_blocks:
-        found += fit(portfolio.tables_of_rockmate())  # what few moves per node cannot make up for
+        found += fit(portfolio.tables_of_rockmate())  # a search with few moves per node cannot make up for these
     if found and quickest([*found, *heard], 1)[0] is quickest(found, 1)[0]:
         _offer_annealed(problem, portfolio, found)
     return found
 
 
 def _offer_annealed(problem: Problem, portfolio: Portfolio, points: list[Candidate]) -> list[Candidate]:
-    """What a short search makes of ``points``, for whoever waits for better answers: it is no part of the answer."""
+    """Improve ``points`` by a short search and report the best to ``on_better``. The results are not part of the answer."""
     if problem.on_better is None or not points:
         return []
     quick = int(EFFORTS[1] * portfolio.iterations)
@@ -150,7 +150,7 @@ def _offer(problem: Problem, portfolio: Portfolio, found: Candidate) -> None:
 
 
 def _far(portfolio: Portfolio, best: Candidate, bound_ns: int, wide: float) -> bool:
-    """Whether the best stays further above the bound, where there is one, than this part of the program's time."""
+    """Whether ``best`` exceeds the bound, if there is one, by more than the fraction ``wide`` of the program's time."""
     return bound_ns > 0 and portfolio.time_ns(best) - bound_ns > wide * portfolio.model.least_ns
 
 
@@ -163,13 +163,13 @@ def _anneal(
     patience: int = _PATIENCE,
     begun: list[Candidate] | None = None,
 ) -> list[Candidate]:
-    """The best that runs and recombination make of ``points``, quickest first. ``begun``: what the first runs found."""
+    """Improve ``points`` by annealing and recombination; quickest first. ``begun``: the results of the first runs, if made."""
     part = iterations // _RUN_PART
     met = _first_runs(problem, portfolio, points, part, bound_ns) if begun is None else begun
     known = survivors([*met, *quickest(points, _POINTS)], _POINTS)
     if _far(portfolio, known[0], bound_ns, _WIDE_PLAN):
         down = survivors(tightened(portfolio, problem.budget_bytes, part), _POINTS // 2)
-        known = [*down, *known][:_POINTS]  # what has just come down may be slow, and become quicker than all others
+        known = [*down, *known][:_POINTS]  # slow as yet, but these may become the quickest
         met += down
         pairs = itertools.product(known, _STRICT)
         runs = [AnnealRun(start, stream, heat, True) for stream, (start, heat) in enumerate(pairs, _FIRST_STRICT)]
@@ -182,13 +182,13 @@ def _anneal(
 def _first_runs(
     problem: Problem, portfolio: Portfolio, points: list[Candidate], iterations: int, bound_ns: int
 ) -> list[Candidate]:
-    """What hot runs find from the program as it is, and warm ones from the best of ``points``."""
+    """Run hot annealing from the program without recomputation, and warm annealing from the best of ``points``."""
     problem.progress("annealing", 0.1)
     met: list[Candidate] = []
     if portfolio.model.nodes <= _HOT_NODES:
         runs = [AnnealRun(portfolio.keep_all(), stream, heat) for stream, heat in enumerate(_HOT)]
         met = portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
-    warm = _WARM if met else _WARM * 4  # where nothing hot comes down to the budget, or where it would take too long
+    warm = _WARM if met else _WARM * 4  # more if hot runs found nothing that fits, or were not made
     runs = [AnnealRun(quickest(points, 1)[0], stream, heat) for stream, heat in enumerate(warm, len(_HOT))]
     return met + portfolio.round(runs, problem.budget_bytes, iterations, bound_ns)
 
@@ -196,7 +196,7 @@ def _first_runs(
 def _recombine(
     problem: Problem, portfolio: Portfolio, population: list[Candidate], iterations: int, bound_ns: int, patience: int
 ) -> list[Candidate]:
-    """Generations of children, each annealed for a while, until nothing better came up for some generations."""
+    """Recombine the population: anneal each child for a while, until ``patience`` generations brought no improvement."""
     generations = _GENERATIONS if portfolio.model.nodes <= _LARGE_NODES else _LARGE_GENERATIONS
     rng = make_state(problem.seed)
     last = 0  # generation in which the best was found

@@ -1,4 +1,4 @@
-"""What a planner is asked and what it answers."""
+"""The interface of planners: ``Problem``, ``Solution`` and ``Planner``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Better = Callable[[int, Callable[[], "Solution"]], None]
 
 
 class Status(enum.Enum):
-    """How good an answer is."""
+    """The quality of an answer."""
 
     OPTIMAL = "optimal"  # no order-preserving schedule within the budget takes less time
     FEASIBLE = "feasible"  # fits the budget
@@ -35,7 +35,7 @@ class Status(enum.Enum):
 
 
 def check_seed(seed: object) -> None:
-    """Raises ``PlanError`` for what is not an integer of 0 or more."""
+    """Raise ``PlanError`` unless ``seed`` is an integer of 0 or more."""
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or int(seed) < 0:
         raise PlanError(f"seed is {seed!r}, but must be an integer of 0 or more")
 
@@ -45,7 +45,7 @@ class Problem:
     """Find the quickest schedule of ``graph`` whose peak is at most ``budget_bytes`` (``graph.fixed_bytes``
     included). Raises ``PlanError`` for a seed that ``check_seed`` refuses.
 
-    ``on_better`` hears of answers that a search finds on its way, if it finds any, each quicker than those before."""
+    ``on_better`` is called with intermediate answers of a search, each quicker than those before."""
 
     graph: Graph
     costs: Costs
@@ -67,7 +67,7 @@ class Problem:
 
 
 def each_quicker(on_better: Better) -> Better:
-    """Hears of all answers, and passes on those that are quicker than all before."""
+    """Wrap ``on_better`` so that it is called only with answers that are quicker than all before."""
     least = math.inf
 
     def heard(time_ns: int, make: Callable[[], Solution]) -> None:
@@ -83,10 +83,10 @@ def each_quicker(on_better: Better) -> Better:
 class Solution(Shown):
     """A planner's answer.
 
-    ``peak_bytes`` and ``time_ns`` are those of ``schedule``, both 0 without one. ``lower_bound_ns`` is a proven bound
+    ``peak_bytes`` and ``time_ns`` are those of ``schedule``, both 0 without one. ``lower_bound_ns`` is a proven lower bound
     on the time of every order-preserving schedule within the budget. ``minimum_bytes`` is the smallest peak of any
-    schedule that this planner knows, always present when not solved; ``lowest_schedule`` is then the lowest it found.
-    ``solve_seconds`` is measured by ``lowtide.solve.solve``.
+    schedule that this planner knows, always given if unsolved; ``lowest_schedule`` is then the schedule with the lowest peak
+    that it found. ``solve_seconds`` is measured by ``lowtide.solve.solve``.
     """
 
     planner: str
@@ -101,7 +101,7 @@ class Solution(Shown):
 
     @property
     def schedules(self) -> list[Schedule]:
-        """What the planner found: the schedule, or the lowest where that is none within the budget."""
+        """The schedules that the planner found: ``schedule`` and ``lowest_schedule``, those that are given."""
         return [one for one in (self.schedule, self.lowest_schedule) if one is not None]
 
     def _heading(self) -> str:
@@ -119,7 +119,7 @@ class Solution(Shown):
 
 @runtime_checkable
 class Planner(Protocol):
-    """A frozen dataclass whose fields are its options. One whose answers may move storages to a second memory, and whose bounds
-    hold for all that do, has ``moves = True`` on its class."""
+    """A planner: a frozen dataclass whose fields are its options. Its class has ``moves = True`` if its answers may move
+    storages to a second memory and its bounds hold for all schedules that do."""
 
     def solve(self, problem: Problem) -> Solution: ...

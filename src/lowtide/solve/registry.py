@@ -6,7 +6,7 @@ Grammar::
     option  ::= field "=" value            dashes in field names stand for underscores
 
 A planner is one file with one frozen dataclass, whose fields (``int``, ``float``, ``bool`` or ``str``) are the options,
-and one line in ``PLANNERS``. Its module is imported when it is first asked for, so that an optional dependency costs
+and one line in ``PLANNERS``. Its module is imported when the planner is first used, so that optional dependencies cost
 nothing before.
 """
 
@@ -53,12 +53,12 @@ def planner_names() -> tuple[str, ...]:
 
 
 def planner_summary(name: str) -> str:
-    """One line on what the planner does."""
+    """Return the one-line summary of a planner."""
     return _entry(name)[2]
 
 
 def get_planner(spec: str) -> Planner:
-    """The planner that a spec names, options applied. Raises ``PlanError`` naming what is known."""
+    """Make the planner that a spec describes. Raises ``PlanError`` naming the known planners or options."""
     if not isinstance(spec, str):
         raise PlanError(f"a planner is named by a string such as 'auto{{effort=2}}', not by {spec!r}")
     name, brace, rest = spec.strip().partition("{")
@@ -71,7 +71,7 @@ def get_planner(spec: str) -> Planner:
 
 
 def format_spec(planner: Planner) -> str:
-    """The spec that gives this planner back; options at their defaults are left out."""
+    """Return the spec of a planner, the inverse of ``get_planner``; options at their defaults are left out."""
     name = next((n for n, (_, cls, _) in PLANNERS.items() if cls == type(planner).__name__), type(planner).__name__)
     changed = [
         f"{field.name.replace('_', '-')}={str(value).lower() if isinstance(value, bool) else value}"

@@ -1,5 +1,5 @@
-"""As many runs at a time as there are cores: kernels hold no lock of the interpreter. Results come in the order of what was
-asked, so that they do not depend on how many that are."""
+"""Run compiled kernels in parallel, one thread per core: they release the interpreter's lock. Results come in the order of the
+arguments, so they do not depend on the number of cores."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ Answer = TypeVar("Answer")
 
 
 def available_cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def in_threads(run: Callable[[Asked], Answer], asked: Iterable[Asked], *, brief: bool = False) -> list[Answer]:
-    """``brief``: together they take less than threads take to start where the cores are busy, so they run in this one. So do
-    those for which no threads can be started, for want of memory or of a limit on their number."""
+    """Run ``run`` for every item of ``asked`` in threads. ``brief``: all runs together take less time than it takes to start
+    threads on busy cores, so they run in this thread. So do runs for which no threads can be started, for lack of memory or
+    because of a limit on their number."""
     asked = list(asked)
     if not brief:
         with ThreadPoolExecutor(available_cores()) as pool:

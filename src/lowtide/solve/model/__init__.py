@@ -1,1 +1,1 @@
-"""The graph as arrays, its structure, and what every planner does with sequences of computes."""
+"""The graph as arrays, its structure, and the operations on compute sequences that all planners share."""

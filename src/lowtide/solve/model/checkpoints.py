@@ -1,15 +1,15 @@
-"""From checkpoints to a sequence: what is dropped after the forward pass and computed again when the backward pass asks.
+"""Turn a set of checkpoints into a compute sequence, in which dropped forward results are recomputed in the backward pass.
 
-The forward pass runs as written. Forward nodes are *kept* or *dropped*; what runs once only or goes to the caller is
-always kept. The checkpoints cut the forward pass into segments. Before the first backward node that reads something
-dropped of a segment, all that later backward nodes read of this segment is rebuilt: the wanted nodes and whatever leads
-to them from results that are there, in the program's order. The wanted nodes stay until their last backward use; those
-of other segments that were only on the way do not. So every segment is rebuilt at most once, on any graph, and no
-node is computed again without a reader.
+The forward pass runs as written. Forward nodes are *kept* or *dropped*; nodes that run only once and storages handed to the
+caller are always kept. The checkpoints cut the forward pass into segments. Before the first backward node that reads a
+dropped result of a segment, all results of this segment that later backward nodes read are recomputed, with the nodes that
+lead to them from live results, in the program's order. These results stay until their last backward use; results of other
+segments that were only needed on the way do not. So every segment is recomputed at most once, on any graph, and no node is
+recomputed without a reader.
 
-This is how Checkmate turns the checkpoints of its baselines into schedules (Jain et al. 2020, arXiv 1910.02653, section
-5 for the least recomputation that given checkpoints ask for, appendix B), except that backward results always stay.
-Linear in the graph per set of checkpoints on chains; long skips between segments may be rebuilt once per segment.
+This is how Checkmate turns the checkpoints of its baselines into schedules (Jain et al. 2020, arXiv 1910.02653; section 5
+for the least recomputation for given checkpoints, and appendix B), except that backward results always stay.
+Linear in the graph per set of checkpoints on chains; long skips between segments may be recomputed once per segment.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy as np
 
 from lowtide.solve.model.compact import CompactGraph, Indices
 
-FIXED, SLOT, WANTED = 1, 2, 4  # why a node's results are there: for good, as a checkpoint, until the last use
+FIXED, SLOT, WANTED = 1, 2, 4  # why a node's results are live: for good, in a slot, until the last use
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Readers:
-    """Who reads what, forward nodes only; storages handed to the caller left out.
+    """The readers of forward nodes, without storages handed to the caller.
 
-    ``sources[x]``: nodes whose results forward node ``x`` reads. ``direct[t]``: the same for backward node ``t``,
-    counted from the boundary, the end included, latest first. ``last_read[x]``: the last backward node that reads
-    ``x``, -1 where there is none. ``done[t]``: nodes that backward node ``t`` is the last to read.
+    ``sources[x]``: forward nodes whose results forward node ``x`` reads. ``direct[t]``: forward nodes whose results backward
+    node ``t`` reads, latest first; ``t`` counts from the boundary, the end included. ``last_read[x]``: the last backward node
+    that reads ``x``, -1 if there is none. ``done[t]``: forward nodes of which backward node ``t`` is the last reader.
     """
 
     model: CompactGraph
@@ -60,7 +60,7 @@ def _sources(model: CompactGraph, node: int) -> list[int]:
 
 
 class LiveResults:
-    """Which forward nodes' results are there while the backward pass goes on; ``codes`` is the sequence so far."""
+    """Tracks which forward nodes' results are live during the backward pass; ``codes`` is the sequence so far."""
 
     def __init__(self, readers: Readers, kept: Iterable[int]) -> None:
         model = readers.model
@@ -71,7 +71,7 @@ class LiveResults:
         self.codes = list(range(model.boundary))
 
     def rebuild(self, targets: Iterable[int]) -> list[int]:
-        """Compute the targets that are not there, with what leads to them; returns what was computed."""
+        """Recompute the targets that are not live, with the nodes that lead to them. Returns the recomputed nodes."""
         missing: set[int] = set()
         pending = [node for node in targets if not self.there[node]]
         while pending:
@@ -84,26 +84,26 @@ class LiveResults:
         return computed
 
     def want(self, targets: Iterable[int], step: int) -> None:
-        """The targets stay until their last backward use."""
+        """Keep the targets until their last backward use."""
         for node in targets:
             if self.readers.last_read[node] >= step:
                 self.there[node] |= WANTED
 
     def compute(self, step: int) -> None:
-        """The backward node runs; what it was the last to read goes."""
+        """Run a backward node and drop the results of which it was the last reader."""
         self.codes.append(self.readers.model.boundary + step)
         for node in self.readers.done[step]:
             self.there[node] &= ~WANTED
 
     def renew(self, segment: int, nodes: range, step: int) -> list[int]:
-        """Rebuild what is read of the segment from ``step`` on; returns what was computed."""
+        """Recompute and keep all results of the segment that are read from ``step`` on. Returns the recomputed nodes."""
         targets = [node for node in nodes if self.readers.last_read[node] >= step]
         computed = self.rebuild(targets)
         self.want(targets, step)
         return computed
 
     def backward(self, cuts: Sequence[int]) -> Indices:
-        """The encoded sequence, once the backward pass has run: segments between the cuts are renewed where they are read."""
+        """Run the backward pass, renewing each segment between the cuts when it is read. Returns the encoded sequence."""
         boundary = self.readers.model.boundary
         segment_of = np.searchsorted(cuts, np.arange(boundary), side="right").tolist()
         edges = [0, *cuts, boundary]
@@ -117,7 +117,7 @@ class LiveResults:
 
 
 def kept_sequence(readers: Readers, checkpoints: Iterable[int]) -> Indices:
-    """The encoded sequence in which the checkpoints and what follows the last of them are kept, the rest dropped.
+    """Return the encoded sequence that keeps the checkpoints and all nodes after the last one, and drops the rest.
 
     Without checkpoints everything is kept.
     """
@@ -127,8 +127,8 @@ def kept_sequence(readers: Readers, checkpoints: Iterable[int]) -> Indices:
 
 
 def nothing_kept_sequence(readers: Readers) -> Indices:
-    """The encoded sequence in which only the last forward node is kept and every backward node rebuilds what it reads,
-    for itself alone; of the square of the program's length."""
+    """Return the encoded sequence that keeps only the last forward node; every backward node recomputes its inputs for itself
+    alone. Its length is quadratic in the program's."""
     memory = LiveResults(readers, [readers.model.boundary - 1] if readers.model.boundary else [])
     for step, nodes in enumerate(readers.direct):
         memory.rebuild(nodes)

@@ -1,7 +1,7 @@
-"""Nodes that stand at the same place of a repeated block, found by colour refinement.
+"""Find nodes at corresponding positions of repeated blocks, by colour refinement.
 
-Two nodes are of one class when the graphs around them, up to three steps along reads and uses, agree in shape and
-in bytes. Times are left out: measured ones differ between repeats. Linear in the size of the graph per round.
+Two nodes are in one class if the graphs around them, up to three steps along reads and uses, agree in shape and bytes.
+Times are ignored, as measured ones differ between repeats. Linear in the size of the graph per round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROUNDS = 3
 
 
 class Classes(NamedTuple):
-    """``number[node]``; the nodes of class c are ``members[start[c]:start[c + 1]]``."""
+    """Classes of nodes: node n is in class ``number[n]``; the nodes of class c are ``members[start[c]:start[c + 1]]``."""
 
     number: Indices
     start: Indices
@@ -24,7 +24,7 @@ class Classes(NamedTuple):
 
 
 def node_classes(model: CompactGraph) -> Classes:
-    """The classes of all nodes (the end included), numbered in order of appearance; their nodes ascend."""
+    """Return the classes of all nodes (the end included), numbered in order of appearance, with ascending nodes."""
     sources = [model.storage_node[model.reads_of(node)].tolist() for node in range(model.nodes + 1)]
     readers: list[list[int]] = [[] for _ in sources]
     for node, bases in enumerate(sources):

@@ -1,19 +1,19 @@
-"""A graph as flat arrays for searches and compiled kernels, with view operators folded into the storages they look at.
+"""A graph as flat arrays for searches and compiled kernels, with view operators folded into the storages that they view.
 
 A *node* is an operator that must be scheduled: it allocates storages or may run only once. Nodes keep the order of
 their op ids; node ``nodes`` stands for the end of the program and reads the outputs. A *view* is an operator that
-allocates nothing: whoever uses its result reads the storage (and whatever else the view reads) and *needs* the view,
-which is run again for every renewal of the storage in which it is needed. Dead operators are dropped.
+allocates nothing: a node that uses its result reads the storage (and all else that the view reads) and *needs* the view,
+which is formed again for every renewal of the storage in which it is needed. Dead operators are dropped.
 
-An operator that writes over an input which nobody else reads (``Op.overwrites``) always does so: its workspace is its own
-bytes less, and may be negative. Where the input has other readers, it depends on the schedule (``overs``): searches over
-sequences see that, for others it is new memory, or never (``floor``).
+An operator that may overwrite an input without other readers (``Op.overwrites``) always does so: its workspace is reduced by
+the bytes that it allocates, and may be negative. If the input has other readers, overwriting depends on the schedule
+(``overs``): searches over sequences take that into account, others count new memory always, or never (``floor``).
 
 Ragged tables are stored as ``x_start`` and ``x``: the entries of row ``i`` are ``x[x_start[i]:x_start[i + 1]]``.
 
 A sequence of nodes is *encoded* as codes: a first compute of node ``x`` is ``x``, a recompute ``~x``, and the end node comes
 last. A sequence of op ids found on this model becomes a schedule through ``lowtide.ir.schedule_from_sequence``. The model
-errs only upwards: what the simulator reports for the schedule is never more than what was found here.
+errs only upwards: the peak and time that the simulator reports for the schedule never exceed those found here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _GAPS = 8192
 
 
 class CompactGraph(NamedTuple):
-    """``nodes`` rows and one more for the end; storages and views are renumbered. Kernels call it ``t``: its tables."""
+    """The arrays of a graph: ``nodes`` rows and one more for the end; storages and views are renumbered. Kernels call it ``t``
+    (for tables)."""
 
     nodes: int
     boundary: int  # the first backward node
@@ -47,25 +48,25 @@ class CompactGraph(NamedTuple):
     bounding: bool  # bytes are exact or a lower bound
     op_of_node: Indices
     time_ns: Numbers
-    workspace_bytes: Numbers  # beyond owns and reads; a view's is charged to those who need it
+    workspace_bytes: Numbers  # beyond owns and reads; a view's is charged to the nodes that need it
     recomputable: Flags  # node
     random: Flags  # node
     reads_start: Indices  # node -> storages
     reads: Indices
     read_node: Indices  # index in reads -> node
-    gaps: Indices  # indices in reads, each as often as bytes x wait since the previous use ask for
+    gaps: Indices  # indices in reads, drawn with weights that grow with bytes x wait since the previous use
     owns_start: Indices  # node -> storages it allocates
     owns: Indices
     needs_start: Indices  # node -> views
     needs: Indices
-    overs_start: Indices  # node -> storages that it overwrites where they die there
+    overs_start: Indices  # node -> storages that it overwrites if this is their last use
     overs: Indices
-    replaced_start: Indices  # node -> the nodes of what it always overwrites
+    replaced_start: Indices  # node -> the nodes whose storages it always overwrites
     replaced: Indices
     views_start: Indices  # storage -> its views
     views: Indices
     view_time_ns: Numbers
-    view_storage: Indices  # view -> the storage it looks at, -1 where that is outside
+    view_storage: Indices  # view -> the storage that it views, -1 if that is external
     needers_start: Indices  # view -> the nodes that need it, ascending
     needers: Indices
     storage_bytes: Numbers
@@ -73,8 +74,8 @@ class CompactGraph(NamedTuple):
     uses_start: Indices  # storage -> the nodes that read it, ascending
     uses: Indices
     handed: Flags  # storage -> handed to the caller: never freed after the forward pass
-    held: Flags  # storage -> of these, never freed once computed either
-    overwritten: Flags  # storage -> whether a node writes over it where it dies
+    held: Flags  # storage -> handed to the caller, and never freed once computed
+    overwritten: Flags  # storage -> whether a node overwrites it at its last use
 
     def reads_of(self, node: int) -> Indices:
         """The storages that the node reads."""
@@ -90,10 +91,10 @@ class CompactGraph(NamedTuple):
         return int(self.time_ns.sum()) + self.constant_ns
 
     def sequence(self, nodes: Iterable[int]) -> list[int]:
-        """Op ids of a sequence of nodes.
+        """Return the op ids of a sequence of nodes.
 
-        A recompute of a node without one of what it always overwrites is left out: what it made before takes the memory
-        that its input would have to be kept in, and is there already.
+        A recompute of a node is left out if nothing that it always overwrites was recomputed since it last ran: its earlier
+        result still lies in the memory of that input.
         """
         replaced = rows(self.replaced_start, self.replaced)
         last: dict[int, int] = {}
@@ -108,12 +109,12 @@ class CompactGraph(NamedTuple):
 
 
 def encode_keep_all(model: CompactGraph) -> Indices:
-    """The codes of the program as it is: every node once."""
+    """Return the codes of the program without recomputation: every node once."""
     return np.arange(model.nodes + 1, dtype=np.int32)
 
 
 def encode(model: CompactGraph, ops: Iterable[int]) -> Indices:
-    """The codes of op ids in the order in which they are computed; views are left out, as are recomputes of dead ops."""
+    """Return the codes of op ids in the order in which they are computed, without views and dead ops."""
     node_of = {int(op): node for node, op in enumerate(model.op_of_node)}
     codes: list[int] = []
     seen: set[int] = set()
@@ -124,7 +125,7 @@ def encode(model: CompactGraph, ops: Iterable[int]) -> Indices:
 
 
 def decode(model: CompactGraph, codes: Indices) -> list[int]:
-    """Op ids of an encoded sequence, the end left out."""
+    """Return the op ids of an encoded sequence, without the end."""
     nodes = np.where(codes < 0, ~codes, codes)
     return model.sequence(nodes[nodes < model.nodes])
 
@@ -132,17 +133,17 @@ def decode(model: CompactGraph, codes: Indices) -> list[int]:
 def compact(
     graph: Graph, costs: Costs, *, floor: bool = False, released: bool = False, present: bool = False
 ) -> CompactGraph:
-    """The graph as flat arrays.
+    """Convert a graph into flat arrays.
 
-    ``released``: what the caller is handed may be freed and computed again before that, as exact searches and bounds have to
-    take into account; without, it is held from its first compute on, which is what most searches ask for. ``floor``: that, and
-    bytes that depend on the schedule are not counted, so that what no schedule of the model fits, or is quicker than, holds
-    for the graph. ``present``: released, for searches that know no boundary: every node after it reads what was handed over."""
+    By default forward outputs are held from their first compute on, as most searches need. ``released``: they may be freed and
+    recomputed before the hand-over, as exact searches and bounds must allow. ``floor``: released, and bytes that depend on the
+    schedule are not counted, so that lower bounds and infeasibility proven on the model hold for the graph. ``present``:
+    released, for searches that do not know the boundary: every later node reads the storages that were handed over."""
     return _Compaction(graph, costs, floor, released or floor or present, present).build()
 
 
 class _Compaction:
-    """Tables that are filled in the order of the ops."""
+    """Builds the tables of a ``CompactGraph``, in the order of the ops."""
 
     def __init__(self, graph: Graph, costs: Costs, floor: bool, released: bool, present: bool) -> None:
         self.graph = graph
@@ -219,8 +220,8 @@ class _Compaction:
     def _hand_over(
         self, uses: list[tuple[frozenset[int], frozenset[int]]], owns: Sequence[Sequence[int]], forward: int
     ) -> None:
-        """Enter that the forward outputs are there at the boundary: read by the last node before it or, where they may be
-        computed again after that one, by the first node behind it."""
+        """Make the forward outputs live at the boundary, by a read of the last node before it, or of the first node after it if
+        they may be recomputed after that last node."""
         if not forward:
             return
         place = forward - 1 if self.held else forward
@@ -231,14 +232,14 @@ class _Compaction:
             uses[node] = (uses[node][0] | storages - {*owns[node]}, uses[node][1])
 
     def _uses(self, values: Iterable[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """Internal storages read and view ops needed to have these values."""
+        """Return the internal storages that must be read and the view ops that are needed to have these values."""
         found = [self._value_uses(value) for value in values]
         return frozenset().union(*(storages for storages, _ in found)), frozenset().union(
             *(views for _, views in found)
         )
 
     def _value_uses(self, value: int) -> tuple[frozenset[int], frozenset[int]]:
-        """As ``_uses`` for one value; every view on the way has an earlier op id, so the table fills in order."""
+        """As ``_uses`` for one value, cached. Views that lead to it have earlier op ids, so the cache fills in order."""
         if value not in self.closure:
             storage, producer = self.graph.values[value].storage, self.graph.values[value].producer
             own = frozenset({storage}) if storage in self.storage_index else frozenset()
@@ -253,7 +254,7 @@ class _Compaction:
         return next((storage for storage in self.graph.made[op] if storage in self.storage_index), None)
 
     def _reads_elsewhere(self, view: int) -> bool:
-        """Whether the view op reads an internal storage other than the one that it looks at."""
+        """Whether the view op reads an internal storage other than the one that it views."""
         return bool(self._uses(self.graph.ops[view].inputs)[0] - {self._view_storage(view)})
 
     def _workspace(
@@ -263,7 +264,7 @@ class _Compaction:
         owns: Sequence[Sequence[int]],
         replaced: dict[int, tuple[int, ...]],
     ) -> Numbers:
-        """Per node; that of the views it needs is taken before its own storages are there."""
+        """Return the workspace of every node. That of the views that it needs is used before its own storages exist."""
         anywhere = {op.id for op in self.graph.ops if self.floor and may_run_early(self.graph, op)}
         workspace = [*(0 if op in anywhere else int(self.costs.workspace_bytes[op]) for op in ops), 0]
         for node, (_, views) in enumerate(uses):
@@ -275,7 +276,8 @@ class _Compaction:
     def _overwrites(
         self, ops: list[int], uses: Sequence[tuple[frozenset[int], frozenset[int]]]
     ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        """``replaced`` and ``overs`` by node; with ``floor``, overwriting at times counts as ``replaced``, without nodes."""
+        """Return ``replaced`` and ``overs`` by node. With ``floor``, overwriting that depends on the schedule counts as
+        ``replaced``, with no nodes listed."""
         readers = Counter(storage for storages, _ in uses for storage in storages)
         replaced: dict[int, tuple[int, ...]] = {}
         at_times: dict[int, tuple[int, ...]] = {}
@@ -290,8 +292,8 @@ class _Compaction:
         return replaced, at_times
 
     def _pinned_bases(self) -> set[int]:
-        """Ops that are computed once because others cannot follow: bases of storages into which a node that is not
-        the base puts a value, or of which one view op puts values into several."""
+        """Return the ops that must not be recomputed since a renewal would lose values: bases of storages into which another
+        node puts a value (and that node), and bases of storages of which one view op puts values into several."""
         pinned: set[int] = set()
         for op in self.graph.ops:
             bases = {_base(self.graph, storage) for storage in self.graph.made[op.id]} - {-1, op.id}
@@ -303,17 +305,17 @@ class _Compaction:
 
 
 def bounding_model(graph: Graph, costs: Costs, model: CompactGraph) -> CompactGraph:
-    """``model`` of the graph where bounds on it hold for every schedule, else the ``floor`` model, on which they do."""
+    """Return ``model`` if bounds on it hold for every schedule of the graph, else the ``floor`` model, whose bounds do."""
     return model if model.bounding and not model.held.any() else compact(graph, costs, floor=True)
 
 
 def released_model(graph: Graph, costs: Costs, model: CompactGraph) -> CompactGraph:
-    """``model`` of the graph where nothing is held in it that a schedule could free, else the ``released`` one."""
+    """Return ``model`` if it holds no storage that a schedule could free, else the ``released`` model of the graph."""
     return compact(graph, costs, released=True) if model.held.any() else model
 
 
 def _tables(**tables: Sequence[Sequence[int]]) -> dict[str, Indices]:
-    """``x_start`` and ``x`` of the rows of each table ``x``."""
+    """Return ``x_start`` and ``x`` for the rows of each table ``x``."""
     arrays: dict[str, Indices] = {}
     for name, lists in tables.items():
         arrays[f"{name}_start"], arrays[name] = ragged(lists)
@@ -321,7 +323,7 @@ def _tables(**tables: Sequence[Sequence[int]]) -> dict[str, Indices]:
 
 
 def _gaps(model: CompactGraph) -> Indices:
-    """Reads drawn evenly by the root of bytes x nodes since the storage was last used: where recomputing may pay."""
+    """Draw reads at which recomputing may pay: evenly, weighted by the root of bytes x nodes since the storage's last use."""
     weights = np.zeros(len(model.reads))
     last = model.storage_node.astype(np.int64)
     for read, (storage, node) in enumerate(zip(model.reads, model.read_node, strict=True)):

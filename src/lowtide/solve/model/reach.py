@@ -1,4 +1,4 @@
-"""Until when recomputing a node, or keeping a storage, can matter: the entries that a mixed-integer program needs."""
+"""The last stage at which recomputing a node, or keeping a storage, can matter: limits the variables of integer programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowtide.solve.model.ragged import rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reach:
-    """Lists per node and storage, and until which stage each can matter (-1: never after its first compute)."""
+    """Lists per node and per storage, and the last stage at which each can matter (-1: never after its first compute)."""
 
     reads: list[list[int]]
     owns: list[list[int]]
@@ -22,7 +22,7 @@ class Reach:
 
 
 def reach(model: CompactGraph) -> Reach:
-    """Linear in the number of reads."""
+    """Compute the ``Reach`` of a model, in time linear in the number of reads."""
     reads, owns = rows(model.reads_start, model.reads), rows(model.owns_start, model.owns)
     needs, readers = rows(model.needs_start, model.needs), rows(model.uses_start, model.uses)
     node_until = [-1] * (model.nodes + 1)
@@ -38,7 +38,7 @@ def reach(model: CompactGraph) -> Reach:
 
 
 def recompute_columns(model: CompactGraph, reduced: bool) -> int:
-    """How many R[t, i] a formulation has, without building it."""
+    """Return the number of variables R[t, i] that a formulation has, without building it."""
     until = reach(model).node_until
     first = [max(node, model.boundary - 1) if reduced else node for node in range(model.nodes)]
     return sum(max(until[node] - first[node], 0) for node in range(model.nodes))

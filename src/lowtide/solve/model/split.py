@@ -1,13 +1,13 @@
-"""Transfers as recomputations: a graph in which fetching a storage is an operator like any other.
+"""Model transfers as recomputations: split graphs, in which fetching a storage is an operator like any other.
 
-Every operator that allocates storages which may move is split. What computes them returns a *handle* of no bytes for each, as
-if the results had gone to the second memory; a *fetch* that reads nothing but the handle then allocates the storage. Run right
-after the operator it stands for the result itself and takes no time; run again it stands for the transfer back, at a price. Any
-planner of sequences thus decides between keeping, computing again and moving, and its schedule is translated back: a fetch that
-runs again is a ``Fetch``, and the storage is offloaded once it was computed.
+Every operator that allocates storages which may move is split in two. The computing part returns a *handle* of 0 bytes for
+each of these storages, as if the results were in the second memory; a *fetch* op, which reads only the handle, allocates the
+storage. The first run of a fetch, right after the operator, stands for the result itself and takes no time; a later run stands
+for the transfer back, at a price. So any planner of sequences decides between keeping, recomputing and moving. Its schedule
+is translated back: a fetch that runs again becomes a ``Fetch``, and the storage is offloaded once it was computed.
 
-While an operator runs, what it allocates is its workspace, and the handles are empty: the translated schedule needs the bytes
-that the planner saw, but for recomputations that it puts between an operator and the first of its fetches.
+While an operator runs, the storages that it allocates count as its workspace, and handles are empty. So the translated
+schedule needs the bytes that the planner saw, unless it recomputes something between an operator and the first of its fetches.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MOST_NS = 2**46  # a price, 19 hours: sums of them stay within 64 bits
 
 
 def movable_storages(graph: Graph, costs: Costs) -> list[int]:
-    """Storages that may move: of the program's own, with bytes, of one operator alone, which is no effect, and neither handed
-    to the caller at the end of the forward pass nor, as gradients are, as soon as they are final."""
+    """Return the storages that planners may move: not external, not empty, filled by one operator alone, which is no effect,
+    and not handed to the caller, neither at the end of the forward pass nor, like gradients, as soon as they are final."""
     producers = ((value, graph.values[value].producer) for value in graph.outputs)
     gradients = [value for value, op in producers if op is not None and graph.ops[op].phase is Phase.BACKWARD]
     fixed = {*graph.storages_of((*graph.forward_outputs, *gradients))}
@@ -48,16 +48,16 @@ def movable_storages(graph: Graph, costs: Costs) -> list[int]:
 
 
 def all_movable(graph: Graph, costs: Costs) -> list[int]:
-    """Those that some valid schedule moves, for bounds: of the program's own, with bytes, of one operator alone. What is handed
-    to the caller may move before that."""
+    """Return the storages that some valid schedule moves, for bounds: not external, not empty, filled by one operator alone.
+    Storages handed to the caller may move before the hand-over."""
     fixed = shared_storages(graph) | {storage.id for storage in graph.storages if storage.external}
     return [s.id for s in graph.storages if s.id not in fixed and costs.storage_bytes[s.id] > 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """``graph`` with its ``costs``. ``computed``: op of it -> the op that it computes, ``None`` for a fetch; ``fetched``: op of
-    it -> the storage that it fetches. Storages keep their numbers; handles come behind them."""
+    """A split ``graph`` with its ``costs``. ``computed``: its op -> the original op, ``None`` for a fetch; ``fetched``: its op
+    -> the storage that it fetches. Storages keep their numbers; handles come after them."""
 
     graph: Graph
     costs: Costs
@@ -66,7 +66,7 @@ class Split:
     owned: Sequence[Collection[int]]  # op of the original graph -> storages
 
     def priced(self, prices: Mapping[int, int]) -> Split:
-        """The same graph, its storages at these prices."""
+        """Return the same graph with other prices of storages."""
         times = self.costs.time_ns.copy()
         for op, storage in self.fetched.items():
             times[op] = min(prices[storage], MOST_NS)
@@ -74,7 +74,7 @@ class Split:
 
     @property
     def computes(self) -> dict[int, int]:
-        """Op of the original graph -> the op that computes it."""
+        """Op of the original graph -> the op of this graph that computes it."""
         return {op: number for number, op in enumerate(self.computed) if op is not None}
 
     @property
@@ -83,8 +83,8 @@ class Split:
         return {storage: number for number, storage in self.fetched.items()}
 
     def schedule(self, found: Schedule) -> Schedule:
-        """The schedule of the original graph that a schedule of this one stands for: what moves is offloaded once it was
-        computed, freed where it was, and fetched just before it is read."""
+        """Translate a schedule of this graph to one of the original graph. A storage that moves is offloaded once it was
+        computed, freed at the same places, and fetched at each later run of its fetch op."""
         counts = Counter(step.op for step in found.steps if isinstance(step, Compute))
         fetches = self.fetches
         moved = {storage for storage, op in fetches.items() if counts[op] > 1}
@@ -103,7 +103,7 @@ class Split:
             if (op := self.computed[step.op]) is not None:
                 steps.append(replace(step, op=op))
                 if isinstance(step, Compute):
-                    # What may move is wanted from here on where its fetch runs next, and else let go of.
+                    # Free movable storages whose fetch op does not run next.
                     gone = [
                         s
                         for s in self.owned[op]
@@ -123,8 +123,8 @@ class Split:
         return Schedule(tuple(steps), len(steps) if boundary is None else boundary)
 
     def sequence(self, schedule: Schedule) -> list[int]:
-        """Operators of this graph in the order in which ``schedule``, of the original one, makes their results. What can move
-        is fetched where it was computed again; what cannot, and was fetched, is computed again."""
+        """Translate a ``schedule`` of the original graph to a compute sequence of this one. Movable storages are fetched
+        instead of recomputed; storages that ``schedule`` fetches but that cannot move here are recomputed."""
         computes, fetches = self.computes, self.fetches
         sequence: list[int] = []
         met: set[int] = set()
@@ -152,15 +152,15 @@ def split(
     floor: bool = False,
     apart: bool = False,
 ) -> Split:
-    """The graph in which the storages of ``prices`` may move, each at its price in ns. ``moves_only``: nothing may be computed
-    again. ``floor``: for bounds, what an operator can write over its input takes no bytes of its own while it runs; without,
-    what moves is written over nothing. ``apart``: an operator may run again also where all of its results may move; without,
-    their prices stand for what is cheaper, and each is fetched."""
+    """Split the graph so that the storages of ``prices`` may move, each at its price in ns. ``moves_only``: forbid all
+    recomputation. ``floor``: for bounds, an operator that can overwrite its input needs no memory for its result while it runs;
+    by default an operator whose result may move overwrites nothing. ``apart``: an operator may be recomputed even if all of its
+    results may move; by default these are always fetched, and the price stands for the cheaper of both."""
     return _Splitter(graph, costs, prices, moves_only, floor, apart).build()
 
 
 def split_for_nothing(graph: Graph, costs: Costs) -> Split:
-    """The graph in which everything moves at no price: what no schedule of it fits, no schedule that moves fits."""
+    """Split the graph so that everything moves for free: a budget that no schedule of it fits is infeasible with transfers."""
     return split(graph, costs, dict.fromkeys(all_movable(graph, costs), 0), floor=True)
 
 
@@ -208,7 +208,7 @@ class _Splitter:
         return Split(whole, priced, tuple(self.computed), self.fetched, graph.owned)
 
     def _compute(self, op: Op, owned: Collection[int], moving: Collection[int]) -> list[int]:
-        """The op as it computes; the handles of what may move."""
+        """Add the computing part of the op. Returns the handles of its movable storages."""
         number = len(self.ops)
         outputs = [value for value in op.outputs if self.graph.values[value].storage not in moving]
         handles = []
@@ -220,7 +220,7 @@ class _Splitter:
         for value in outputs:
             self.values[value] = replace(self.values[value], producer=number)
         self.bases.update((storage, number) for storage in owned if storage not in moving)
-        within = self.floor and op.overwrites  # of one storage, which takes the place of another as large
+        within = self.floor and op.overwrites  # its only storage takes the place of one of equal size
         whole = 0 if within else sum(int(self.costs.storage_bytes[storage]) for storage in moving)
         over = () if moving else op.overwrites
         whole_moves = len(owned) == len(moving) and not self.apart

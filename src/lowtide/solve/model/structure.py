@@ -1,4 +1,4 @@
-"""The shape of a program: where its forward pass can be cut, and what crosses each cut. Linear time."""
+"""The structure of a program: places to cut its forward pass, and the bytes that cross each cut. Linear time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from lowtide.solve.model.compact import CompactGraph, Flags, Indices, Numbers
 
 
 def articulation_points(model: CompactGraph, without: Flags | None = None) -> list[int]:
-    """Forward nodes ``c``, ascending, such that of what the nodes up to ``c`` allocate, later forward nodes read
-    storages of ``c`` only.
+    """Return the forward nodes ``c``, ascending, such that later forward nodes read no storage of the nodes up to ``c`` other
+    than those of ``c``.
 
-    Neither external storages count nor those ``without``, by default those handed to the caller, nor reads by a node that
-    runs once only and gives nothing to the forward pass (a buffer's update), as nobody will recompute it. The last
-    forward node is always one.
+    Ignores external storages, the storages ``without`` (by default those held for the caller), and reads by a node that runs
+    only once and gives nothing to the forward pass (a buffer's update), as that is never recomputed. The last forward node is
+    always an articulation point.
     """
     last = last_forward_use(model, updates=False)
     without = model.held if without is None else without
@@ -29,9 +29,9 @@ def articulation_points(model: CompactGraph, without: Flags | None = None) -> li
 
 
 def last_forward_use(model: CompactGraph, *, updates: bool = True) -> Numbers:
-    """Per storage the last forward node that reads it, -1 where there is none.
+    """Return for every storage the last forward node that reads it, -1 if there is none.
 
-    Without ``updates``, nodes that run once only and allocate nothing that forward nodes read are passed over.
+    Without ``updates``, nodes that run only once and allocate nothing that forward nodes read are ignored.
     """
     last = np.full(len(model.storage_node), -1, np.int64)
     end = model.reads_start[model.boundary]
@@ -46,15 +46,15 @@ def last_forward_use(model: CompactGraph, *, updates: bool = True) -> Numbers:
 
 
 def crossing_bytes(model: CompactGraph) -> Numbers:
-    """Bytes that cross the cut before each forward node, counting forward reads only."""
+    """Return the bytes that cross the cut before each forward node, counting forward reads only."""
     last = last_forward_use(model)
     crossing = np.flatnonzero((model.storage_node < model.boundary) & (last > model.storage_node))
     return _levels(model.storage_node[crossing] + 1, last[crossing], model.storage_bytes[crossing], model.boundary + 1)
 
 
 def resident_bytes(model: CompactGraph, counted: Flags | None = None) -> tuple[Numbers, Numbers]:
-    """Without recomputation, bytes of the ``counted`` storages right before each node (the end included), and while it runs,
-    its own results and its workspace included; of all storages by default."""
+    """Return the bytes of the ``counted`` storages (default: all) without recomputation, right before each node (the end
+    included), and while it runs, with its own results and workspace."""
     counted = np.ones(len(model.storage_node), np.bool_) if counted is None else counted
     last = model.storage_node.astype(np.int64)
     np.maximum.at(last, model.reads, model.read_node)
@@ -66,7 +66,7 @@ def resident_bytes(model: CompactGraph, counted: Flags | None = None) -> tuple[N
 
 
 def _levels(first: Numbers | Indices, last: Numbers, sizes: Numbers, count: int) -> Numbers:
-    """At each of ``count`` places the sum of the sizes that are there from ``first`` to ``last``, both included."""
+    """Return for each of ``count`` places the sum of the sizes that are live from ``first`` to ``last``, both included."""
     change = np.zeros(count + 1, np.int64)
     np.add.at(change, first, sizes)
     np.subtract.at(change, last + 1, sizes)
@@ -74,9 +74,9 @@ def _levels(first: Numbers | Indices, last: Numbers, sizes: Numbers, count: int)
 
 
 def even_cuts(model: CompactGraph, blocks: int, *, least_ns: int = 1) -> list[int]:
-    """About ``blocks`` blocks ``0 .. boundary`` of even time, each cut moved to where the fewest bytes cross.
+    """Cut the forward pass into about ``blocks`` blocks of equal time, each cut moved to where the fewest bytes cross.
 
-    A node counts ``least_ns`` at least; there are fewer cuts where blocks would be empty.
+    Returns the cuts from 0 to the boundary. A node counts at least ``least_ns``; there are fewer cuts if blocks would be empty.
     """
     crossing = crossing_bytes(model)
     elapsed = np.concatenate([[0], np.cumsum(np.maximum(model.time_ns[: model.boundary], least_ns))])

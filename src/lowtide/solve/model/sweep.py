@@ -1,10 +1,10 @@
-"""One reverse sweep over a sequence of computes: its peak and time, unused recomputes dropped. Compiled.
+"""Measure a compute sequence with one reverse sweep: its peak and time, unused recomputes dropped. Compiled.
 
-A sequence says everything: a storage is live from each compute of its base to the last use before the next compute of
-that base. Walking backwards, a read makes a storage live, a compute of its base ends that; a recompute that finds none
-of its storages live is used by nobody and drops out. What a node reads last it may write over.
+The sequence determines liveness: a storage is live from each compute of its base to the last use before the next compute of
+that base. Going backwards, a read makes a storage live, and a compute of its base ends its life; a recompute of which no
+storage is live is unused and dropped. A node may overwrite storages of which it is the last reader.
 
-Sequences are encoded (first computes as the node, recomputes as its complement) and closed by the end node.
+Sequences are encoded (first computes as the node, recomputes as its complement) and end with the end node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowtide.solve.model.compact import CompactGraph, Indices
 
 
 class Candidate(NamedTuple):
-    """An encoded sequence and what the compact graph says of it; ``recompute_ns`` counts recomputes and all views."""
+    """An encoded sequence with its figures on the compact graph; ``recompute_ns`` counts recomputes and all views."""
 
     codes: Indices
     recompute_ns: int
@@ -25,15 +25,15 @@ class Candidate(NamedTuple):
 
 
 def quickest(candidates: Iterable[Candidate], count: int | None = None) -> list[Candidate]:
-    """The quickest first, of equals the lowest; at most ``count``."""
+    """Return at most ``count`` candidates, the quickest first, of equals the lowest."""
     return sorted(candidates, key=lambda candidate: (candidate.recompute_ns, candidate.peak_bytes))[:count]
 
 
 def lowest(candidates: Iterable[Candidate]) -> Candidate:
-    """The one with the lowest peak, of equals the quickest."""
+    """Return the candidate with the lowest peak, of equals the quickest."""
     return min(candidates, key=lambda candidate: (candidate.peak_bytes, candidate.recompute_ns))
 
 
 def sweep(model: CompactGraph, source: Indices) -> Candidate:
-    """Peak (without ``fixed_bytes``) and time of an encoded sequence, its unused recomputes left out."""
+    """Return an encoded sequence without its unused recomputes, with its peak (without ``fixed_bytes``) and time."""
     return Candidate(*core.sweep(model, source))

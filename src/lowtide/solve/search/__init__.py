@@ -1,1 +1,1 @@
-"""Search over compute sequences: local search by annealing, exact search on tiny graphs."""
+"""Search over compute sequences: annealing, and an exact search for small graphs."""

@@ -1,14 +1,13 @@
-"""Shortest path over memory states that are full: the exact search that settles what ``checkmate``'s programs leave open, and
-graphs of a few dozen nodes altogether, for ``auto`` and for what searches are measured against.
+"""Exact search: the shortest path over memory states. Settles the cases that ``checkmate``'s programs leave open, and solves
+graphs of a few dozen nodes for ``auto`` and as references for other searches.
 
-A state is (next first compute, live storages, formed views, kept generator states). Edges compute one node. Nothing is
-freed before room is needed: an edge frees a smallest set of storages and states that makes its node fit (no part of it
-would do), and one edge leads out for every such set; another one where the node may write over what it reads, which is gone
-then. What no later compute can read is dropped at once. Complete, because a free may always be put off until the compute
-that needs its room. A state that has no more than another of the same frontier which was reached in no more time is dropped.
-The algorithm is A*, on the recompute time and what is left at least: whatever is gone and will be read has to be computed
-again. So only states are looked at that can still be quicker than the best schedule known. Compiled:
-``native/memory_paths.cpp``.
+A state is (next first compute, live storages, formed views, kept generator states). Each edge computes one node. Nothing is
+freed before its memory is needed: an edge frees a minimal set of storages and generator states that makes its node fit, and
+there is one edge per such set, and another one if the node may overwrite an input, which is then gone. Storages that no later
+compute can read are dropped at once. Complete, because a free can always be delayed until the compute that needs its room. A
+state is dropped if another state of the same frontier holds at least as much and was reached in no more time. The algorithm
+is A* on the recompute time, with the estimate that everything that is gone and will be read must be recomputed. So only
+states are visited that can still be quicker than the best schedule known. Compiled: ``native/memory_paths.cpp``.
 
 Exact for order-preserving schedules with recomputation anywhere, on the compact model. Exponential in the worst case:
 ``None`` where more than ``states`` are met. The least peak is the smallest budget that has a path, found by halving.
@@ -27,15 +26,15 @@ from lowtide.solve.model.compact import CompactGraph, Indices, encode, encode_ke
 from lowtide.solve.model.reach import reach
 from lowtide.solve.model.sweep import sweep
 
-MAX_NODES = MAX_STORAGES = 60  # of graphs that are solved exactly, where that does not take too long
-MAX_STATES = 10_000  # for that: up to some tenths of a second
-_MAX_PEAK_STATES = 4 * MAX_STATES  # for each budget that is tried for the least: what finds it by trying takes seconds
-_EDGES, _COMPARISONS = 15, 2_000  # the most of them, by state
+MAX_NODES = MAX_STORAGES = 60  # of graphs for which the exact search is tried
+MAX_STATES = 10_000  # visited in it at most: up to some tenths of a second
+_MAX_PEAK_STATES = 4 * MAX_STATES  # for each budget tried in ``least_peak``, as the other search for it takes seconds
+_EDGES, _COMPARISONS = 15, 2_000  # the most, per state
 _NEVER = 1 << 62  # nanoseconds
 
 
 class PathQuestion(NamedTuple):
-    """What ``core.memory_path`` is asked: ``native/memory_paths.hpp`` has what the fields mean."""
+    """The arguments of ``core.memory_path``; ``native/memory_paths.hpp`` explains the fields."""
 
     room: int
     below_ns: int
@@ -49,8 +48,8 @@ class PathQuestion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """``nodes`` in the order in which they are computed; empty where there is no path (``found`` false). ``time_ns``: of the
-    whole schedule."""
+    """The result of the search: ``nodes`` in the order in which they are computed, empty if there is no path (``found`` is
+    false). ``time_ns``: time of the whole schedule."""
 
     found: bool
     nodes: tuple[int, ...] = ()
@@ -58,17 +57,17 @@ class Path:
 
 
 def affordable(model: CompactGraph) -> bool:
-    """Whether ``shortest`` and ``least_peak`` may come to an end."""
+    """Whether the graph is small enough for ``shortest`` and ``least_peak``, which may still give up."""
     return model.nodes <= MAX_NODES and len(model.storage_node) <= MAX_STORAGES
 
 
 def shortest(model: CompactGraph, budget_bytes: int) -> Path | None:
-    """The quickest path within the budget; ``None`` where there are too many states."""
+    """Return the quickest path within the budget; ``None`` if there are too many states."""
     return cheapest_path(model, budget_bytes, states=MAX_STATES)
 
 
 def least_peak(model: CompactGraph) -> int | None:
-    """The smallest budget that has a path; ``None`` where there are too many states."""
+    """Return the smallest budget that has a path; ``None`` if there are too many states."""
     unit = max(math.gcd(*model.storage_bytes.tolist(), *model.workspace_bytes.tolist(), model.rng_state_bytes), 1)
     low, high = 0, sweep(model, encode_keep_all(model)).peak_bytes // unit
     while low < high:
@@ -78,7 +77,7 @@ def least_peak(model: CompactGraph) -> int | None:
             return None
         if path.found:
             high = middle
-            if not model.overs.size:  # else it depends on the schedule what is written over, and the sweep may see less
+            if not model.overs.size:  # else the sweep may count less: overwriting depends on the schedule
                 codes = encode(model, model.op_of_node[[*path.nodes]].tolist())
                 high = min(middle, sweep(model, codes).peak_bytes // unit)
         else:
@@ -89,9 +88,9 @@ def least_peak(model: CompactGraph) -> int | None:
 def cheapest_path(
     model: CompactGraph, budget_bytes: int, below_ns: float = math.inf, states: int = 4_000, any_path: bool = False
 ) -> Path | None:
-    """The quickest path within the budget if it takes less than ``below_ns``.
+    """Return the quickest path within the budget if it takes less than ``below_ns``.
 
-    ``any_path``: some path, looked for depth first. ``None``: given up, after ``states`` states or as much other work.
+    ``any_path``: return any path, searched depth first. ``None``: gave up after ``states`` states or as much other work.
     """
     tables = reach(model)
     question = PathQuestion(

@@ -1,8 +1,8 @@
-"""The runs that ``auto`` and ``minimum_peak`` are made of, over one compact model.
+"""The starting points and annealing runs of ``auto`` and ``minimum_peak``, over one compact model.
 
-Starting points: the program as written, greedy eviction, nested segment checkpointing, the block programs. Runs: hot
-annealing, which forgets where it started; warm annealing, which keeps the outline; lowering the peak. Runs of one round
-go to the cores there are (kernels hold no lock of the interpreter); their results are taken in order.
+Starting points: the program without recomputation, greedy eviction, nested segment checkpointing, the block programs. Runs:
+hot annealing, which forgets its start; warm annealing, which keeps its outline; lowering the peak. The runs of a round are
+spread over all cores (kernels release the interpreter's lock); their results are taken in order.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from lowtide.solve.search.memory_paths import affordable
 from lowtide.solve.search.segments import segment_sequences
 from lowtide.solve.threads import in_threads
 
-_STREAMS = 1024  # of random numbers per seed
-_MANY_NODES = 4000  # from which on the iterations grow more slowly than the program
-_STRICT = 1000.0  # times the pressure: more than a step back over the budget could save
+_STREAMS = 1024  # random streams per seed
+_MANY_NODES = 4000  # above, the iterations grow more slowly than the program
+_STRICT = 1000.0  # factor on the pressure of strict runs: more than a move over the budget could save
 _COLD = 0.01  # last temperature, in mean node times
 _SOME = 16  # sequences of block programs that are handed on together
 _BRIEF_ITERATIONS = 200  # of a run, so that a round takes a millisecond or two
 
 
 class AnnealRun(NamedTuple):
-    """An annealing run: where it starts, its stream of random numbers, its first temperature in mean node times. ``strict``:
-    once within the budget it stays there, for budgets so small that swinging about them finds nothing."""
+    """An annealing run: its start, random stream and first temperature (in mean node times). ``strict``: once within the budget
+    it stays there, for budgets so small that oscillating about them finds nothing."""
 
     start: Candidate
     stream: int
@@ -58,14 +58,14 @@ class AnnealRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Portfolio:
-    """One problem's model with everything that the runs share. Peaks of its candidates include ``fixed_bytes``."""
+    """The model of one problem, with all that the runs share. Peaks of its candidates include ``fixed_bytes``."""
 
     graph: Graph
     costs: Costs
     model: CompactGraph
     classes: Classes
     seed: int
-    released: bool  # what is handed to the caller may be computed again before that
+    released: bool  # forward outputs may be recomputed before the hand-over
     known: dict[int | None, list[Candidate]] = field(default_factory=dict)  # block programs that have run, by budget
 
     @cached_property
@@ -78,11 +78,11 @@ class Portfolio:
 
     @cached_property
     def chains(self) -> BlockChains:
-        """The ways to cut it into blocks."""
+        """The chains of blocks that the model is cut into."""
         return BlockChains(self.model)
 
     def with_times(self, costs: Costs) -> Portfolio:
-        """The same graph, of which operators other than views take as long as in ``costs``."""
+        """Return a portfolio of the same graph, whose operators other than views have the times of ``costs``."""
         times = np.append(costs.time_ns[self.model.op_of_node], 0)
         return replace(self, costs=costs, model=self.model._replace(time_ns=times), known={})
 
@@ -93,7 +93,7 @@ class Portfolio:
 
     @property
     def iterations(self) -> int:
-        """Of one run at default effort: one iteration takes 1 to 10 microseconds, more in longer programs."""
+        """Iterations of one run at default effort. An iteration takes 1 to 10 microseconds, more in longer programs."""
         nodes = max(self.model.nodes, 1)
         least = 30.0 * min(nodes, (_MANY_NODES * nodes) ** 0.5)
         return int(max(min(20.0 * nodes**2, 2.4e10 / nodes**1.6), least))
@@ -102,15 +102,15 @@ class Portfolio:
         return schedule_from_sequence(self.graph, decode(self.model, candidate.codes), released=self.released)
 
     def schedule_of(self, nodes: Iterable[int]) -> Schedule:
-        """Of nodes that an exact search found."""
+        """Return the schedule of nodes that an exact search found."""
         return schedule_from_sequence(self.graph, self.exact.sequence(nodes), released=True)
 
     def of_schedule(self, schedule: Schedule) -> Candidate:
-        """The candidate that computes what the schedule computes, in the same order."""
+        """Return the candidate with the computes of ``schedule``, in the same order."""
         return self.measure([encode(self.model, (step.op for step in schedule.steps if isinstance(step, Compute)))])[0]
 
     def measure(self, sequences: Iterable[Indices]) -> list[Candidate]:
-        """Each sequence swept once, unused recomputes dropped."""
+        """Sweep each sequence once: measure it and drop unused recomputes."""
         return [self._with_fixed(sweep(self.model, codes)) for codes in sequences]
 
     def _with_fixed(self, found: Candidate) -> Candidate:
@@ -128,7 +128,7 @@ class Portfolio:
     def blocks(
         self, budget_bytes: int, on_some: Callable[[list[Candidate]], None] = lambda some: None
     ) -> list[Candidate]:
-        """What block programs find around a budget; ``on_some`` hears of it some at a time."""
+        """Return the results of the block programs around a budget; ``on_some`` is called with a few of them at a time."""
         if budget_bytes not in self.known:
             found: list[Candidate] = []
             waiting = block_sequences(self.chains, budget_bytes)
@@ -139,19 +139,19 @@ class Portfolio:
         return self.known[budget_bytes]
 
     def tables_of_rockmate(self) -> list[Candidate]:
-        """Everything that ``rockmate`` chooses from, whatever the budget."""
+        """Return all candidates of ``rockmate``, which do not depend on the budget."""
         if None not in self.known:
             top = self.keep_all().peak_bytes - self.model.fixed_bytes
             self.known[None] = self.measure(table_sequences(Rockmate().builders(self.chains), top))
         return self.known[None]
 
     def time_ns(self, candidate: Candidate) -> int:
-        """Of the whole schedule."""
+        """Return the time of the candidate's whole schedule."""
         return self.model.least_ns + candidate.recompute_ns
 
     def round(self, runs: Iterable[AnnealRun], budget_bytes: int, iterations: int, bound_ns: int) -> list[Candidate]:
-        """The quickest within the budget that each of several runs meets, in their order; those that met none left out.
-        A run ends when it meets ``bound_ns``, which no schedule undercuts."""
+        """Run several annealing runs. Returns the quickest sequence within the budget of each run, in their order, without runs
+        that met none. A run ends when it meets ``bound_ns``, a lower bound on the time."""
 
         def anneal(run: AnnealRun) -> Candidate | None:
             settings = self._settings(budget_bytes, iterations, run.hot)
@@ -164,7 +164,7 @@ class Portfolio:
         return [candidate for candidate in found if candidate is not None]
 
     def lower(self, run: AnnealRun, target_bytes: int, iterations: int) -> Candidate:
-        """The lowest peak that a run meets, which ends early at ``target_bytes``."""
+        """Run an annealing run that minimises the peak and ends at ``target_bytes``. Returns its lowest sequence."""
         start = run.start
         settings = self._settings(start.peak_bytes, iterations, run.hot)
         target_bytes = max(target_bytes - self.model.fixed_bytes, 0)
@@ -179,13 +179,13 @@ class Portfolio:
         return AnnealSettings(room, iterations, hot * self.mean_ns, _COLD * self.mean_ns, pressure)
 
     def _run(self, start: Candidate, settings: AnnealSettings, stream: int) -> Candidate | None:
-        """The quickest that was met (the lowest, with ``lower``); ``None`` where none was within the (last) budget."""
+        """Anneal. Returns the quickest sequence met (the lowest, with ``lower``); ``None`` if none was within the (last) budget."""
         random = make_state(self.seed * _STREAMS + stream)
         found = Candidate(*core.anneal(self.model, self.classes, start.codes, settings, random))
         return self._with_fixed(found) if len(found.codes) else None
 
 
 def make_portfolio(graph: Graph, costs: Costs, seed: int, *, released: bool = False) -> Portfolio:
-    """``released``: for schedules in which what is handed to the caller is freed and computed again before that."""
+    """Make the portfolio of a problem. ``released``: allow freeing and recomputing forward outputs before the hand-over."""
     model = compact(graph, costs, present=released)
     return Portfolio(graph, costs, model, node_classes(model), seed, released)

@@ -1,9 +1,9 @@
-"""Recombination: from two sequences a third, which recomputes before some stretch of the program as the second does and
-elsewhere as the first does.
+"""Recombination: mix two sequences into a third, with the recomputes of the second in one stretch of the program and those of
+the first elsewhere.
 
-Runs from different beginnings agree in most of the program and are good in different parts of it; no single move leads
-from one to the other through sequences that fit. Any mixture is a sequence, as every recompute stands after the first
-compute of its node: what it reads lives on to it. Whether it fits is for the following run to see to.
+Runs from different starts agree in most of the program and are good in different parts of it, but no series of single moves
+leads from one to the other through sequences that fit. Every mixture is a valid sequence, as each recompute comes after the
+first compute of its node: its inputs stay live until then. The following annealing run has to make the mixture fit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Places = npt.NDArray[np.intp]
 
 
 def crossed(first: Candidate, second: Candidate, rng: core.Random) -> Indices:
-    """The codes of ``first``, but those of ``second`` from one to another of the nodes before which the two differ: a
-    quarter to three quarters of these nodes."""
+    """Return the codes of ``first`` with a stretch from ``second`` that covers a quarter to three quarters of the nodes at which
+    the two differ."""
     ours, theirs = _stretches(first.codes), _stretches(second.codes)
     differing = _differing(first.codes, np.diff(ours), second.codes, np.diff(theirs))
     count = len(differing)
@@ -36,13 +36,13 @@ def crossed(first: Candidate, second: Candidate, rng: core.Random) -> Indices:
 
 
 def _stretches(codes: Indices) -> Places:
-    """Where each node's stretch begins, its first compute with the recomputes right before it, the end node's included;
-    and where the last one ends."""
+    """Return the position at which each node's stretch begins, the end node's included, and the end of the last. A stretch is
+    a node's first compute with the recomputes right before it."""
     return np.concatenate([[0], np.flatnonzero(codes >= 0) + 1])
 
 
 def _differing(ours: Indices, our_lengths: Places, theirs: Indices, their_lengths: Places) -> Places:
-    """The nodes whose stretches are not equal."""
+    """Return the nodes whose stretches differ."""
     differ = our_lengths != their_lengths
     alike = np.flatnonzero(~differ)  # in length
     nodes = np.repeat(alike, our_lengths[alike])
@@ -52,7 +52,7 @@ def _differing(ours: Indices, our_lengths: Places, theirs: Indices, their_length
 
 
 def children(population: Sequence[Candidate], count: int, rng: core.Random) -> list[Indices]:
-    """Mixtures of the best, or of any, with any other; the only one itself where there are no two."""
+    """Return ``count`` mixtures of the best or a random member with a random other; of a single member, that itself."""
     made = []
     for _ in range(count):
         size = len(population)
@@ -63,7 +63,7 @@ def children(population: Sequence[Candidate], count: int, rng: core.Random) -> l
 
 
 def survivors(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
-    """The quickest, at most ``count``, no two of the same time."""
+    """Return the quickest candidates, at most ``count``, no two of equal time."""
     distinct: dict[int, Candidate] = {}
     for candidate in quickest(candidates):
         distinct.setdefault(candidate.recompute_ns, candidate)

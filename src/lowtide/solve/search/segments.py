@@ -1,10 +1,10 @@
-"""Segment checkpointing, nested: a family of starting points for the searches, good where budgets are small.
+"""Nested segment checkpointing: a family of starting points for the searches, good for small budgets.
 
 The forward pass is cut into ``m`` blocks of about equal time, each cut moved to where the fewest bytes cross it. A
-block is recomputed just before its first backward use, from the nearest block input that is still there; which inputs
-are kept is the optimal nested choice for ``s`` slots on a chain with these block times (the recurrence of Griewank and
-Walther 2000 with unequal times). With s = m - 1 every block is recomputed once (Chen et al. 2016, arXiv 1604.06174).
-All (m, s) of a small grid are generated and swept; bytes are not looked at until then, so nothing is guaranteed.
+block is recomputed just before its first backward use, from the nearest block input that is still live. The kept inputs are
+the optimal nested choice for ``s`` slots on a chain with these block times (the recurrence of Griewank and Walther 2000
+with unequal times). With s = m - 1 every block is recomputed once (Chen et al. 2016, arXiv 1604.06174).
+All (m, s) of a small grid are generated and swept; bytes are ignored until then, so nothing is guaranteed.
 
     E(l, h, s) = min over l < c < h of  E(c, h, s - 1) + F(l, c) + E(l, c, s)        recompute time of blocks l .. h-1
     E(l, h, 0) = sum over i < h - 1 of F(l, i + 1),   E(l, l + 1, s) = 0             F(l, c): forward time of blocks l .. c-1
@@ -25,7 +25,7 @@ _SLOTS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def segment_sequences(model: CompactGraph) -> Iterator[Indices]:
-    """Encoded sequences, one per number of blocks and slots."""
+    """Yield encoded sequences, one per number of blocks and slots."""
     for blocks in _BLOCKS:
         if blocks >= model.boundary:
             return
@@ -39,7 +39,7 @@ def segment_sequences(model: CompactGraph) -> Iterator[Indices]:
 
 
 def _recompute_at(model: CompactGraph, cuts: list[int]) -> list[int]:
-    """Per block the backward node before which it has to be there; not increasing with the block."""
+    """Return for every block the backward node before which it is recomputed; not increasing with the block."""
     last = last_forward_use(model)
     first_use = np.full(len(model.storage_node), model.nodes, np.int64)
     backward = slice(model.reads_start[model.boundary], model.reads_start[model.nodes])
@@ -55,7 +55,7 @@ def _recompute_at(model: CompactGraph, cuts: list[int]) -> list[int]:
 
 
 def _advance_from(times: Numbers, slots: int) -> list[int]:
-    """Per block the block from which recomputation starts when it is needed; -1: kept from the forward pass."""
+    """Return for every block the block from which its recomputation starts; -1: kept from the forward pass."""
     split = core.best_splits(times, slots)
     starts = [-1] * len(times)
     waiting = [(0, len(times), slots, -1)]

@@ -1,12 +1,12 @@
-"""Following quick plans from budgets with room down to one without.
+"""Tighten quick plans: follow them from a larger budget down to the real one.
 
-Near the least budget little fits, and what fits is far from what is quick: a search that only swings about that budget stays
-near the slow plan that it came in by. A plan within a somewhat larger budget is quick, and what it lacks for a little less is
-mostly a few more recomputes. So the budget comes down in steps, and every run begins where the step before ended. Where a run
-does not come down, the step is halved. Where steps have become small, runs give up time for bytes (``Portfolio.lower``).
+Near the least budget few sequences fit, and those are far from quick ones: a search that only oscillates about that budget
+stays near the slow plan by which it entered. A plan within a somewhat larger budget is quick, and mostly needs only a few
+more recomputes for a slightly smaller budget. So the budget is lowered in steps, and every run starts from the result of the
+previous step. If a run fails, the step is halved. Once steps are small, runs trade time for bytes (``Portfolio.lower``).
 
-Which way a plan comes down is a matter of luck, so several lines go their ways apart from each other. Deterministic: a line
-has a fixed number of runs at most, whatever the clock says.
+Which path a plan takes down is a matter of luck, so several independent lines (series of runs) are tried. Deterministic: the
+number of runs of a line is limited, whatever the clock says.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from lowtide.solve.model.sweep import Candidate
 from lowtide.solve.search.portfolio import AnnealRun, Portfolio
 from lowtide.solve.threads import in_threads
 
-_FIRST = 1.3  # times the budget: where the steps begin; where nothing comes down to that, as many times more
-_STEP, _LEAST_STEP = 0.035, 0.004  # parts of the budget by which it comes down
+_FIRST = 1.3  # times the budget: the first one asked for; if no run meets that, as many times more
+_STEP, _LEAST_STEP = 0.035, 0.004  # fractions of the budget by which the one asked for is lowered
 _RUNS = 20  # of a line, at most
-_LINES, _LARGE_LINES, _LARGE_NODES = 4, 2, 800  # lines, and those above so many nodes
+_LINES, _LARGE_LINES, _LARGE_NODES = 4, 2, 800  # lines; lines of programs with more than so many nodes
 _HOT, _WARM = 2.0, 0.1  # first temperatures of the first run and of the others, in mean node times
-_LOWER_HEATS = (0.1, 1.0, 3.0)  # where steps have become small
-_FIRST_STREAM, _STREAMS = 780, 32  # of random numbers, and how many a line may take
+_LOWER_HEATS = (0.1, 1.0, 3.0)  # once steps are small
+_FIRST_STREAM, _STREAMS = 780, 32  # the first random stream, and the number of streams of a line
 
 
 def tightened(portfolio: Portfolio, budget_bytes: int, iterations: int) -> list[Candidate]:
-    """What quick plans within larger budgets have become once they are down to this one; of those lines that come down.
-    ``iterations``: of a run."""
+    """Tighten quick plans within larger budgets down to ``budget_bytes``. Returns the results of the lines that get there.
+    ``iterations``: those of a run."""
 
     def line(number: int) -> list[Candidate]:
         return _line(portfolio, budget_bytes, iterations, _FIRST_STREAM + _STREAMS * number)
