@@ -1,4 +1,4 @@
-"""``lowtide.online``: the context manager."""
+"""``lowtide.online``, the context manager of the online mode."""
 
 from __future__ import annotations
 
@@ -26,57 +26,57 @@ __all__ = ["OnlineStatistics", "is_inside", "online"]
 POLICIES = ("eager", "ignore", "banish")
 
 _LOCK = threading.RLock()
-_run: OnlineRun | None = None  # of the contexts that are active
+_run: OnlineRun | None = None  # the run shared by all active contexts; None outside of any
 
 
 class online:
     """Run plain eager PyTorch inside a memory budget: ``with lowtide.online("2GiB"): train()``.
 
-    Any program: forward, backward, double backward, optimizer steps, inference, any control flow. Where an allocation
-    would exceed the budget, tensors are evicted, and rebuilt when they are read (Kirisame et al., ICLR 2021, arXiv
-    2006.09616). Results are those of plain eager execution to the bit: random operators are made again under their own
-    generator state, writes happen once. The object can be entered again, and contexts can be nested: the tightest budget
-    counts.
+    Works for any program: forward, backward, double backward, optimizer steps, inference, any control flow. When an
+    allocation would exceed the budget, tensors are evicted; they are rebuilt when they are read (Kirisame et al., ICLR
+    2021, arXiv 2006.09616). Results equal those of plain eager execution bit for bit: random operators are recomputed
+    under the generator state of their first run, and writes happen once. The object can be entered again. Contexts can
+    be nested: the tightest budget counts.
 
     Parameters
     ----------
     budget:
         Bytes that may be allocated above what was allocated on entry: an ``int``, or a string with a unit (``"2GiB"``).
     heuristic:
-        What to evict: ``dtr-eq``, ``dtr``, ``e-star``, ``dtr-local``, ``lru``, ``size``, ``msps`` or ``random``
+        How victims are chosen: ``dtr-eq``, ``dtr``, ``e-star``, ``dtr-local``, ``lru``, ``size``, ``msps`` or ``random``
         (``lowtide.eviction``).
     policy:
-        What to do with a tensor that the program released: ``"eager"`` frees it at once and may compute it again for
-        others; ``"ignore"`` keeps it until it is evicted; ``"banish"`` frees it and, as soon as nothing evicted needs it,
-        keeps what was computed from it for good.
+        How to treat a tensor that the program released: ``"eager"`` frees it at once and may recompute it to rebuild
+        others; ``"ignore"`` keeps it until it is evicted; ``"banish"`` frees it and, as soon as no evicted tensor needs
+        it, never again evicts what was computed from it.
     sample:
-        Choose from a random sample of root-many tensors and leave out the smallest, as the paper's prototype does, instead
-        of looking at all.
+        Choose victims from a random sample (as many as the square root of the tensors) and skip the smallest tensors, as
+        the paper's prototype does, instead of scoring all.
     record:
-        A path to write the run to as a trace (``lowtide trace`` replays it); the outermost context's counts.
+        Path of a file to write a trace of the run to (``lowtide trace`` replays it); only the outermost context's counts.
     seed:
-        Of the sample and of ``random``.
+        Random seed of the sample and of the heuristic ``random``.
     warn_above:
         Warn once when recomputation has taken more than this multiple of the program's own time.
     device:
-        Whose memory the budget is of: ``"cpu"``, a CUDA device or another accelerator; tensors elsewhere stay where they
-        are. By default the current accelerator once the program uses it, else the CPU. On an accelerator, room for an
-        operator is made before it starts, from what was observed of earlier calls; at first sight its scratch is unknown.
-        Nested contexts have one device.
+        The device whose memory the budget limits: ``"cpu"``, a CUDA device or another accelerator; tensors on other devices
+        are never evicted. Default: the current accelerator if the program already uses it, else the CPU. On an accelerator,
+        room is made before an operator starts, from the memory that earlier calls took; the scratch of its first call is
+        unknown. Nested contexts must have the same device.
     planning:
-        What a program does again, from the end of one backward pass to the end of the next, is planned, and evictions and
-        rebuilds follow the plan for as long as the program does: ``"background"``, where the plan gets better while the
-        program goes on (the default); ``"wait"``, where it waits for a better one; ``"never"``, by the heuristic alone, as
-        it always is where the ``policy`` is not ``"eager"``.
+        How repeated cycles (from the end of one backward pass to the end of the next) are planned; evictions and rebuilds
+        follow the plan as long as the program repeats the cycle. ``"background"`` (default) improves the plan while the
+        program runs; ``"wait"`` makes the program wait for a better one; ``"never"`` uses the heuristic alone, as every
+        ``policy`` but ``"eager"`` does.
 
     Raises
     ------
     OnlineBudgetError
-        Where what one operator reads, returns and uses inside, with what can not be evicted, exceeds the budget, or where
-        no way is found to rebuild within it what the operator reads. The program can go on, with a smaller batch, say, in
-        the same context.
+        If one operator's inputs, results and scratch, together with what cannot be evicted, exceed the budget, or if no
+        way is found to rebuild the operator's inputs within it. The program can go on in the same context, for example
+        with a smaller batch.
     PlanError
-        If an argument makes no sense.
+        If an argument is invalid.
     """
 
     def __init__(
@@ -148,17 +148,17 @@ class online:
         session.run.raise_refusal(error)
 
     def behind(self, error: BaseException) -> OnlineBudgetError | None:
-        """That the budget is too small, where that is what an exception inside is about."""
+        """Return the budget error that caused ``error``, an exception raised inside the context; ``None`` for other causes."""
         return self._entered[-1].run.behind(error) if self._entered else None
 
     @property
     def has_refused(self) -> bool:
-        """Whether the budget was too small for something inside, so far."""
+        """Whether any allocation or rebuild has failed for lack of budget so far."""
         return bool(self._entered) and self._entered[-1].run.refused is not None
 
     @property
     def statistics(self) -> OnlineStatistics:
-        """Of the run so far, or of the last one."""
+        """Statistics of the current entry so far, or of the most recent one. ``ExecutionError`` before the first."""
         if self._entered:
             return self._entered[-1].statistics()
         if self._last is None:
@@ -167,8 +167,8 @@ class online:
 
 
 def leave_if_innermost(context: online) -> bool:
-    """Leave a context, where this thread has entered it and nothing since; whether it was left. That is never so inside of an
-    operator, where garbage may be collected, too: the mode is put aside there."""
+    """Exit the context if its mode is the innermost dispatch mode of this thread; return whether it was exited. Never exits
+    inside an operator, where the garbage collector may call this, too: the mode is disabled there."""
     modes = _get_current_dispatch_mode_stack()
     if not context._entered or not modes or modes[-1] is not context._entered[-1].mode:
         return False
@@ -177,12 +177,12 @@ def leave_if_innermost(context: online) -> bool:
 
 
 def is_inside() -> bool:
-    """Whether this thread is inside a context."""
+    """Whether the current thread is inside an online context."""
     return _run is not None and _run.thread.modes > 0
 
 
 def _forked() -> None:
-    """In a process of its own nothing is evicted any more."""
+    """Turn eviction off in a forked child process: renew the locks, detach foresight and lift the limit."""
     global _LOCK
     _LOCK = threading.RLock()
     if _run is not None:
@@ -206,7 +206,7 @@ def _habits(planning: str | None, policy: str) -> Habits | None:
 
 
 def _device_of_budget(device: torch.device | str | None) -> torch.device:
-    """By default the current accelerator once the program uses it, else the CPU. ``PlanError`` for what has no budget."""
+    """Return the budget's device: by default the accelerator in use, else the CPU. ``PlanError`` if it cannot have a budget."""
     if device is not None:
         return find(device).device
     accelerator = accelerator_in_use()

@@ -1,11 +1,11 @@
-"""Runs operators, remembers how their results came about, and has evicted storages rebuilt before they are read.
+"""Runs operators, records the calls that made their results, and has evicted storages rebuilt before they are read.
 
-Every storage that an operator allocates is a node that the operator's call can compute again. Below the budget nothing else
-happens. Where an allocation would exceed it, the room that is missing is made at once, by emptying the storages that the
-heuristic chooses (``memory``). Whoever reads an emptied storage has it rebuilt first, with whatever that needs (``rebuild``).
+Every storage that an operator allocates becomes a node that the recorded call can recompute. Below the budget nothing else
+happens. When an allocation would exceed it, the missing room is made at once by evicting the storages that the heuristic
+chooses (``memory``). Before an evicted storage is read, it is rebuilt with whatever that needs (``rebuild``).
 
-An operator that writes into a storage makes a new version, whose call reads the old one; the old one stays behind as a call
-alone. A constant has one version: before it is written, what would have to be computed from its old contents is rebuilt and
+An operator that writes into a storage makes a new version of it, whose call reads the old version; of the old version only the
+call remains. A constant has one version: before it is written, nodes that depend on its old contents are rebuilt and
 pinned.
 """
 
@@ -44,13 +44,13 @@ from lowtide.errors import ExecutionError
 from lowtide.program import generators
 
 _RELEASE_EVERY = 256  # operators
-_LENGTHS_BYTES = 1 << 16  # integers up to this size are kept: PyTorch reads lengths where nobody can notice
+_LENGTHS_BYTES = 1 << 16  # integer tensors up to this size are never evicted: PyTorch reads lengths unseen
 
 
 class Engine:
     """Runs the operators of a process one at a time, whichever threads they come from.
 
-    ``device``: the memory that is short; storages elsewhere stay. ``tiny_bytes``: results of at most that size are kept.
+    ``device``: the device under the budget; only its storages are evicted. ``tiny_bytes``: smaller results are never evicted.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Engine:
     # --- running ---------------------------------------------------------------------------------------------------
 
     def run(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operator of the program, with everything it reads in place; its results are remembered."""
+        """Run an operator of the program: rebuild what it reads, execute it, and record nodes for its results."""
         memory = self.memory
         if memory.dead:
             memory.release_dead()
         unread = operator.unread(args) if operator.statistics else ()
         call, reads = self._recorded(operator, args, kwargs, unread)
         node = current_node()
-        # Contexts in each other see an operator one after the other.
+        # Nested contexts see the same operator one after the other.
         foresight = None if memory.locked else self.foresight
         if foresight is not None:
             foresight.before(operator, reads, backward=node is not None)
@@ -129,7 +129,7 @@ class Engine:
     def _recorded(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], unread: tuple[int, ...]
     ) -> tuple[OperatorCall, dict[Node, None]]:
-        """The call without its tensors, and without the arguments ``unread``; and the nodes that it reads."""
+        """Return the call with views in place of tensors and without arguments ``unread``, and the nodes that it reads."""
         reads: dict[Node, None] = {}
         if operator.geometry_only:
             if kwargs.get("device") is None:
@@ -142,7 +142,7 @@ class Engine:
         return OperatorCall(operator, views, kwargs), reads
 
     def _without_tensors(self, values: Iterable[Any], reads: dict[Node, None]) -> list[Any]:
-        """``values`` with what stands in the place of tensors, and lists in place of lists and tuples."""
+        """Return ``values`` with tensors replaced by ``_view`` of them, and tuples by lists."""
         return [
             self._view(value, reads)
             if isinstance(value, Tensor)
@@ -153,13 +153,13 @@ class Engine:
         ]
 
     def _view(self, tensor: Tensor, reads: dict[Node, None]) -> Any:
-        """What stands in the place of a tensor."""
+        """Return the recorded form of a tensor: a ``View``, or the tensor itself if it is opaque. Adds its nodes to ``reads``."""
         node = self.memory.node_of(tensor)
         reads[node] = None
         if not node.opaque:
             if not is_opaque(tensor):
                 return View(node, tensor)
-            node.opaque = node.pinned = True  # made of plain memory that was there before, which is to stay
+            node.opaque = node.pinned = True  # built on a plain storage seen before, which must stay
         for part in parts_of(tensor):
             inner = self.memory.node_of(part)
             inner.pinned = True
@@ -169,7 +169,7 @@ class Engine:
     def _remember(
         self, result: Any, call: OperatorCall, reads: dict[Node, None], cost_ns: int, origin: Origin
     ) -> list[Node]:
-        """Nodes for the storages that the results are on, where they are new."""
+        """Create nodes for the new storages among the results, and return them."""
         made = []
         memory, operator = self.memory, call.operator
         again = operator.can_repeat(call.args, self.device)
@@ -206,9 +206,9 @@ class Engine:
     def _supersede(
         self, call: OperatorCall, needs: tuple[Node, ...], targets: Sequence[Node], superseded: list[Node]
     ) -> Node | None:
-        """Before the call, which needs those, writes ``targets``: new versions, which count as constants.
+        """Create new versions, constants for now, of ``targets`` before the call, which needs ``needs``, writes them.
 
-        Returns the version that the call can compute again, once it has run; ``superseded`` grows by the old ones.
+        Returns the version that the call will be able to recompute, if any; appends old versions to ``superseded``.
         """
         for node in targets:
             if node.call is None:
@@ -223,7 +223,7 @@ class Engine:
         return version if again else None
 
     def _new_version(self, node: Node) -> Node:
-        """A new version takes the storage of ``node`` over."""
+        """Return a new version that takes over the storage of ``node``."""
         storage = node.held_storage()
         if storage is None:
             raise ExecutionError("a storage that nobody holds cannot be written")
@@ -236,7 +236,7 @@ class Engine:
         return version
 
     def _written(self, version: Node, old: Node, call: OperatorCall, reads: dict[Node, None], cost_ns: int) -> None:
-        """The write succeeded: the version can be computed by it from the old one."""
+        """Record, after the write, that ``call`` recomputes ``version`` from the old version."""
         storage = version.storage()
         version.size_bytes = version.bytes = 0 if storage is None else storage.nbytes()
         version.parents = tuple(reads)
@@ -244,10 +244,10 @@ class Engine:
         self.memory.attach(version, call, storage, cost_ns, WRITTEN)
 
     def _preserve_dependents(self, node: Node) -> None:
-        """The contents of a constant are about to change: nothing may have to be computed from them.
+        """Make sure that nothing needs a constant's contents for recomputation before they change.
 
-        What is evicted and still held by the program is rebuilt; where the budget has no room for that, a copy of the old
-        contents is kept instead. What was computed from them is pinned.
+        Rebuilds and pins the dependents that the program still holds; if the budget has no room for that, keeps a copy of the
+        old contents instead.
         """
         if not node.children:
             return
@@ -265,10 +265,10 @@ class Engine:
             memory.pin(dependent)
         for dependent in dependents:
             if dependent.resident and dependent.call is not None:
-                memory.evict(dependent)  # nobody but the engine holds it
+                memory.evict(dependent)  # only the engine holds it
 
     def _completed(self, nodes: Sequence[Node]) -> bool:
-        """Whether the budget has had room to rebuild all of these."""
+        """Rebuild all of these nodes if the budget has room; return whether it had."""
         missing_bytes = sum(node.bytes for node in nodes if node.evicted)
         if missing_bytes > 0 and missing_bytes > self.memory.available_bytes():
             return False
@@ -280,7 +280,7 @@ class Engine:
         return True
 
     def _copy_aside(self, node: Node) -> None:
-        """Another node takes the old contents and all that was computed from them."""
+        """Copy the contents to a new constant, and make it the parent of everything computed from them."""
         storage = node.storage()
         assert storage is not None
         copy = Node.constant(node.size_bytes)
@@ -299,10 +299,10 @@ class Engine:
     # --- from outside ----------------------------------------------------------------------------------------------
 
     def materialize(self, tensor: Tensor, access: Access) -> Callable[[], None] | None:
-        """Make sure that the tensor's bytes are there: with ``READ`` until what is returned is called, else while it lives.
+        """Make the tensor's bytes resident: for ``READ`` until the returned callback is called, else as long as it lives.
 
-        Who ``WRITE``s them unseen gives them contents that are not computed again; what was computed from them stays. With
-        ``SHARE`` that holds for what is computed later, too, until what is returned is called.
+        For ``WRITE``, unseen writes may follow: pins the tensor's node and what was computed from it. For ``SHARE``, nothing
+        computed from it later is recomputable either, until the returned callback is called.
         """
         node = self.memory.node_of(tensor)
         if node.evicted:
@@ -319,7 +319,7 @@ class Engine:
         return node.end_writer
 
     def let_go(self, storage: UntypedStorage) -> None:
-        """Somebody resizes the storage: what was computed from its contents stays, and they are nobody's result any more."""
+        """Prepare for a resize of the storage: rebuild it, preserve its dependents, and make it a constant."""
         node = self.memory.known(storage)
         if node is None:
             return
@@ -329,7 +329,7 @@ class Engine:
         self.memory.pin(node)
 
     def restore_all(self) -> None:
-        """Rebuild whatever the program still holds."""
+        """Rebuild every evicted storage that the program still holds."""
         self.memory.release_dead()
         nodes = self.memory.nodes.values()
         if not any_evicted(nodes):
@@ -342,7 +342,7 @@ class Engine:
 
 
 def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
-    """What a call with these arguments draws from."""
+    """Return the random generator from which a call with these arguments draws."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator):
             return value

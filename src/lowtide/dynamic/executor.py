@@ -1,10 +1,10 @@
-"""Running operators within the limit.
+"""Runs operators within the memory limit.
 
 The CPU's allocator itself asks for room. Those of accelerators cannot, so room is made before an operator starts. The first
-calls of a signature (the operator, and the geometry of what it is given) are observed: their peak and, the device's queue
-empty before and after, their time. Later ones are believed to take the same. At first sight an operator is believed to take
-its results, whose shapes PyTorch computes without running it, and the largest scratch observed for it so far; where it
-takes more, the limit is exceeded that once, and met again at once.
+calls of a signature (the operator and the geometry of its arguments) are measured: their peak and, with the device
+synchronized before and after, their time. Later calls are assumed to take the same. A signature's first call is assumed to
+take its results' bytes, from their shapes on the meta device, plus the operator's largest scratch seen so far; if it takes
+more, the limit is exceeded that once, and restored right after.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from lowtide.dynamic.operators import Operator
 from lowtide.memory.allocators import PeakWindow, round_up
 from lowtide.memory.cpu_allocator import AllocationCounter
 
-_OBSERVED = 3  # first calls of a signature that are observed, and then
+_OBSERVED = 3  # number of first calls of a signature that are measured, and then
 _AGAIN_EVERY = 100  # one in so many
 _MOST_KNOWN = 1 << 15  # signatures
-# Arguments whose value can decide what an operator takes; objects, such as the profiler's, may not even be comparable.
+# Types of arguments whose value can affect memory and time; objects, such as the profiler's, may not even be comparable.
 _VALUES = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.device, torch.memory_format)
 
 
 def executor_for(memory: Memory, device: torch.device, observed: Observed) -> Executor:
-    """What runs operators within the limit of the device's memory."""
+    """Return the executor for the device: exact on the CPU, predicting on accelerators."""
     if isinstance(memory.meter, AllocationCounter):
         return Executor(memory)
     return PredictingExecutor(memory, device, observed)
 
 
 class Executor:
-    """Runs operators once everything that they read is in place, in one thread at a time.
+    """Runs operators whose inputs are resident, in one thread at a time.
 
     On the CPU the counter under PyTorch's allocator asks for room at the very allocation that would exceed the limit: the
-    outputs and the scratch of an operator alike, to the byte, known before or not.
+    outputs and scratch of an operator alike, to the byte, whether predicted or not.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -52,19 +52,19 @@ class Executor:
         self.thread = 0
 
     def hold(self, limit_bytes: int | None) -> None:
-        """Keep the allocator's level at or below the limit from now on; ``None``: no limit."""
+        """Set the limit under which the allocator's level is held from now on; ``None``: no limit."""
         self.memory.limit_bytes = limit_bytes
         if self.counter is not None:
             self.counter.limit(limit_bytes, None if limit_bytes is None else self._make_room)
 
     def enter_thread(self) -> None:
-        """The calling thread is the one that the limit speaks to."""
+        """Apply the limit to allocations of the calling thread."""
         self.thread = threading.get_ident()
         if self.counter is not None:
             self.counter.limited_thread = self.thread
 
     def run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """What the operator returns, and the nanoseconds that it took without the evictions that it asked for."""
+        """Run the operator. Returns its result and its time in ns, without that of evictions made for it."""
         counters = self.memory.counters
         evict_ns = counters.evict_ns
         began = statistics.now_ns()
@@ -75,14 +75,14 @@ class Executor:
         try:
             with self.memory.lock:
                 return self.memory.make_room(wanted_bytes)
-        except BaseException as error:  # noqa: BLE001 (C++ cannot carry it; whoever ran the operator raises it again)
+        except BaseException as error:  # noqa: BLE001 (C++ cannot propagate it; the caller of the operator raises it again)
             self.memory.interruption = error
             return False
 
 
 @dataclass(slots=True)
 class _Prediction:
-    """What is believed of a signature: bytes at most above the level at the start, of these the results', and time."""
+    """Predicted cost of a signature: peak bytes above the level at its start, bytes of results among them, and time."""
 
     bytes: int
     results_bytes: int
@@ -92,15 +92,15 @@ class _Prediction:
 
 @dataclass(slots=True, eq=False)
 class Observed:
-    """What was observed of calls by their signature, and the most scratch of an operator, for all entries into one context: to
-    observe anew takes the device's queue empty."""
+    """Measured costs by signature, and the largest scratch by operator. Shared by all entries into one context, since
+    measuring again would synchronize the device."""
 
     predictions: dict[Hashable, _Prediction] = field(default_factory=dict)
     scratch_bytes: dict[Any, int] = field(default_factory=dict)
 
 
 class PredictingExecutor(Executor):
-    """Makes room operator by operator, from what was ``observed`` of earlier calls."""
+    """Makes room before each operator, from the costs ``observed`` in earlier calls."""
 
     def __init__(self, memory: Memory, device: torch.device, observed: Observed) -> None:
         super().__init__(memory)
@@ -109,7 +109,7 @@ class PredictingExecutor(Executor):
         self.observed = observed
 
     def run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """Run the operator in room made for it."""
+        """Make room for the operator's predicted bytes, and run it."""
         signature = (operator.run, _geometry(args), _geometry(kwargs))
         known = self.observed.predictions
         expected = known.get(signature)
@@ -145,18 +145,18 @@ class PredictingExecutor(Executor):
         return result
 
     def _finish(self) -> None:
-        """Wait until the device has nothing left to do."""
+        """Synchronize the device."""
         interface_of(self.device).synchronize()
 
     def _make_what_can_be(self, wanted_bytes: int) -> None:
-        """Make room as far as that can be; what is missing is no failure."""
+        """Make as much of the room as possible; record no refusal if some is missing."""
         refusal = self.memory.refusal
         self.memory.make_room(wanted_bytes)
         self.memory.refusal = refusal
 
 
 def _geometry(value: Any) -> Hashable:
-    """What of an argument decides how much memory an operator takes and how long."""
+    """Return the part of an argument that determines an operator's memory and time."""
     if isinstance(value, Tensor):
         strided = value.layout is torch.strided
         return value.size(), value.stride() if strided else value.layout, value.dtype, value.device
@@ -168,13 +168,13 @@ def _geometry(value: Any) -> Hashable:
 
 
 def _result_bytes(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> int:
-    """The storages that the operator will return, from a run on tensors without memory; 0 where that cannot be."""
+    """Return the bytes of the operator's new result storages, from a run on meta tensors; 0 if that fails."""
     try:
         blank_args, blank_kwargs = mapped(_blank, args), {name: mapped(_blank, item) for name, item in kwargs.items()}
         if kwargs.get("device") is not None:
             blank_kwargs["device"] = "meta"
         if kwargs.get("generator") is not None:
-            blank_kwargs["generator"] = None  # it is not of that device
+            blank_kwargs["generator"] = None  # a generator of the real device does not fit
         result = operator.run(*blank_args, **blank_kwargs)
     except (RuntimeError, NotImplementedError, TypeError):
         return 0

@@ -1,8 +1,8 @@
-"""The storages of a live run: which the program holds, which were evicted, and which may be forgotten.
+"""Tracks the storages of an online run: which the program holds, which are evicted, and which can be forgotten.
 
-A storage is a node from the moment that it is seen. Its bytes are there (resident), or were evicted and can be computed again
-by its call; nodes that nothing needs any more are released, and with them what they were computed from. What can not be
-computed again (parameters, inputs, results of operators that run once) is a constant: it has no call, and is never evicted.
+A storage becomes a node when it is first seen. A node is resident (its bytes are in memory) or evicted (its recorded call can
+recompute it). Nodes that nothing needs any more are released, and then their parents. Storages that cannot be recomputed
+(parameters, inputs, results of operators that run once) are constants: they have no call, and are never evicted.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from lowtide.eviction import Pool
 from lowtide.memory.allocators import Meter
 
 _LOG = logging.getLogger(__name__)
-# For constants that can go, beside what operators took, where a program may exceed its budget.
+# Most time to spend looking for releasable constants, on top of the operators' time, if the run may exceed its budget.
 _LOOKING_NS = 500_000_000
 
 
 class Memory:
-    """The nodes of a run, what is locked for the operators under way, and the limit that the allocator is kept within.
+    """The nodes of a run, the locks of running operators, and the allocation limit.
 
-    Whoever reads or changes it holds ``lock``. ``policy``: under "banish", what the program released is forgotten as soon as
-    nothing evicted needs it; under "ignore", it is kept until it is evicted. ``recorder``: told of every storage that the
-    program let go, as ``on_release`` is, and ``on_eviction`` of each that was evicted. ``limit_bytes``: on the level of
-    ``meter``, ``None`` for no limit. ``refusal``: the last allocation that was refused (none where it ``may_exceed`` the limit,
-    but the log says so); ``interruption``: what was raised while room was made for one, where C++ cannot carry it.
+    Hold ``lock`` to read or change it. ``policy``: "banish" forgets a released node as soon as no evicted node needs it,
+    "ignore" keeps it until it is evicted. ``recorder`` and ``on_release`` are told of each storage that the program releases,
+    ``on_eviction`` of each evicted one. ``limit_bytes``: limit on the level of ``meter``, ``None`` for no limit. ``refusal``:
+    the most recent refused allocation (if the run ``may_exceed`` the limit, nothing is refused, and a warning is logged once).
+    ``interruption``: the exception raised while making room inside the C++ allocator, which cannot propagate it.
     """
 
     def __init__(
@@ -55,26 +55,26 @@ class Memory:
         self.refusal: Refusal | None = None
         self.interruption: BaseException | None = None
         self.lock = threading.RLock()
-        self._is_plain = functools.cache(lambda device: device.type in plain_types())  # to ask a device takes 0.5 us
+        self._is_plain = functools.cache(lambda device: device.type in plain_types())  # asking the device takes 0.5 us
         self.counters, self.idle = statistics.OnlineStatistics(), idle
         self.nodes: dict[int, Node] = {}  # by the address of the storage that the program holds
-        self.dead: list[Handle] = []  # handles of storages that are gone, not yet looked at
-        self.locked: list[tuple[Node, ...]] = []  # what each operator under way needs, the innermost last
-        self.started = 0  # of the operators under way, the outermost ones that run already
-        self.rebuilds = self.rebuild_began_ns = 0  # those under way, one inside the other, and when the outermost began
-        # Rebuilt only for others, the program released them; the oldest first.
+        self.dead: list[Handle] = []  # handles of freed storages that release_dead has not processed yet
+        self.locked: list[tuple[Node, ...]] = []  # the nodes that each running operator needs, innermost last
+        self.started = 0  # how many entries of locked, from the outermost, already execute
+        self.rebuilds = self.rebuild_began_ns = 0  # nesting depth, start of the outermost
+        # Nodes that the program released and that were rebuilt only to compute others, oldest first.
         self.intermediates: dict[Node, None] = {}
-        self.read_constants: dict[Node, None] = {}  # that calls read, and hold the storages of
+        self.read_constants: dict[Node, None] = {}  # constants that recorded calls read and whose storages they hold
 
     # --- what there is ---------------------------------------------------------------------------------------------
 
     def known(self, storage: UntypedStorage) -> Node | None:
-        """The node of a storage that was seen before."""
+        """Return the node of a storage, or ``None`` if it was not seen before."""
         node = self.nodes.get(storage._cdata)
         return node if node is not None and node.handle is not None and node.handle() is storage else None
 
     def node_of(self, tensor: Tensor) -> Node:
-        """The node of the tensor's storage, a new one where it was not seen before."""
+        """Return the node of the tensor's storage; add a constant if it was not seen before."""
         try:
             storage = storage_of(tensor)
         except (NotImplementedError, RuntimeError):  # sparse and other tensors without one
@@ -84,16 +84,16 @@ class Memory:
         return self.known(storage) or self.add_constant(storage, opaque=is_opaque(tensor))
 
     def add_constant(self, storage: UntypedStorage, *, opaque: bool = False) -> Node:
-        """A storage from elsewhere: it can not be computed again."""
+        """Add a constant node for a storage that cannot be recomputed."""
         node = Node.constant(storage.nbytes())
         node.opaque = opaque or not self._is_plain(storage.device)
-        # Memory that is not PyTorch's own, such as a NumPy array's, may be written without anybody noticing.
+        # Memory not owned by PyTorch, such as a NumPy array's, may be written without PyTorch seeing it.
         node.writers = int(not storage.resizable() and not storage.is_shared())
         self.own(node, storage)
         return node
 
     def own(self, node: Node, storage: UntypedStorage) -> None:
-        """The program holds the node's bytes in this storage."""
+        """Bind the node to the storage in which the program holds its bytes."""
         handle = Handle(storage, self.dead.append)
         handle.node = node
         node.handle = handle
@@ -101,7 +101,7 @@ class Memory:
         self.nodes[node.address] = node
 
     def attach(self, node: Node, call: OperatorCall, storage: UntypedStorage | None, cost_ns: int, place: int) -> None:
-        """The node, whose bytes are there in ``storage``, can be computed by the call in this time, as the result there."""
+        """Make the resident node in ``storage`` recomputable: it is result ``place`` of ``call``, which takes ``cost_ns``."""
         node.cost_ns = cost_ns
         node.place = place
         if not call.results:
@@ -117,7 +117,7 @@ class Memory:
         node.kept = storage if self.ignore else node.kept
 
     def lock_all(self, needs: Iterable[Node]) -> tuple[Node, ...]:
-        """An operator that needs these is under way: they stay until ``unlock_last``."""
+        """Lock the nodes that an operator about to run needs, so that they are not evicted before ``unlock_last``."""
         nodes = tuple(needs)
         for node in nodes:
             node.locks += 1
@@ -125,7 +125,7 @@ class Memory:
         return nodes
 
     def unlock_last(self, nodes: tuple[Node, ...]) -> None:
-        """The innermost operator under way, which needed ``nodes``, has ended."""
+        """Unlock ``nodes``, which the innermost running operator needed, when it ends."""
         self.locked.pop()
         for node in nodes:
             node.locks -= 1
@@ -133,19 +133,19 @@ class Memory:
     # --- evicting --------------------------------------------------------------------------------------------------
 
     def free_bytes(self) -> int:
-        """How far the level is below the limit."""
+        """Bytes between the allocated level and the limit."""
         return sys.maxsize if self.limit_bytes is None else self.limit_bytes - self.meter.level_bytes
 
     def room_bytes(self) -> int | None:
-        """What is free, and what is taken by what could be evicted, locked or not; ``None`` without a limit."""
+        """Free bytes plus the bytes of all evictable nodes, locked or not; ``None`` without a limit."""
         return None if self.limit_bytes is None else self.free_bytes() + self.pool.bytes
 
     def available_bytes(self) -> int:
-        """What is free, and what could be evicted."""
+        """Free bytes plus the bytes that could be evicted now."""
         return self.free_bytes() + self.pool.evictable_bytes()
 
     def make_room(self, wanted_bytes: int) -> bool:
-        """Evict until so many bytes can be allocated; false where that cannot be."""
+        """Evict until ``wanted_bytes`` are free; return false (and set ``refusal``) if that is impossible."""
         while self.free_bytes() < wanted_bytes:
             enough = self.may_exceed and self.counters.hardly_goes_on(self.rebuild_began_ns if self.rebuilds else None)
             if self.idle.evict(self) if enough else self.evict_one():
@@ -161,27 +161,27 @@ class Memory:
         return True
 
     def take_failure(self) -> tuple[BaseException | None, Refusal | None]:
-        """What interrupted, and what refused an allocation since the last call."""
+        """Return and clear the ``interruption`` and the ``refusal`` since the previous call."""
         failure = self.interruption, self.refusal
         self.interruption = self.refusal = None
         return failure
 
     def take_missing_bytes(self) -> int:
-        """By how much the last allocation that was refused exceeded the limit, 0 without one; raises what interrupted it."""
+        """Return by how many bytes the last refused allocation exceeded the limit, 0 without one. Re-raises an interruption."""
         interruption, refusal = self.take_failure()
         if interruption is not None:
             raise interruption from None
         return 0 if refusal is None else refusal.missing_bytes
 
     def evict_one(self) -> bool:
-        """Empty the storage that the heuristic chooses; false where none can go."""
+        """Evict the node that the heuristic chooses; return false if none can be evicted."""
         began = statistics.now_ns()
         if (node := self._victim()) is not None:
             self.evict_counted(node, began)
         return node is not None
 
     def evict_planned(self, node: Node) -> None:
-        """Empty the storage, since a plan says so."""
+        """Evict the node because a plan says so, and count it as a planned eviction."""
         self.evict_counted(node, statistics.now_ns())
         self.counters.planned_evictions += 1
 
@@ -204,7 +204,7 @@ class Memory:
         return cast("Node | None", next(filter(None, map(self.pool.victim, PREFERENCES)), None))
 
     def evict(self, node: Node) -> None:
-        """Give the bytes back; what holds the storage keeps it, empty."""
+        """Free the node's bytes. Tensors on the storage keep it, empty."""
         storage = node.held_storage()
         self.pool.evict(node)
         self.intermediates.pop(node, None)
@@ -215,7 +215,7 @@ class Memory:
             self.release(node)
 
     def pin(self, node: Node) -> None:
-        """From now on the resident node can not be computed again, so it stays."""
+        """Turn the resident node into a constant: forget how to recompute it, and never evict it."""
         call, storage, parents = node.call, node.storage(), node.parents
         if call is None:
             return
@@ -231,10 +231,10 @@ class Memory:
         for parent in parents:
             self.release(parent)
 
-    # --- the end of things -----------------------------------------------------------------------------------------
+    # --- releasing nodes -------------------------------------------------------------------------------------------
 
     def release_dead(self) -> None:
-        """Take note of the storages that the program released."""
+        """Process the storages that the program has released since the previous call."""
         dead = self.dead
         while dead:
             handle = dead.pop()
@@ -253,7 +253,7 @@ class Memory:
             self.release(node)
 
     def release(self, node: Node) -> None:
-        """Forget the node, and then what it was computed from, where nothing needs them any more."""
+        """Forget the node if nothing needs it any more, and then its parents likewise."""
         waiting = [node]
         while waiting:
             node = waiting.pop()
@@ -269,7 +269,7 @@ class Memory:
             self.pool.forget(node)
 
     def _banished(self, node: Node) -> bool:
-        """Nothing evicted needs the node: whoever was computed from it stays from now on."""
+        """If all children are resident, pin them, so that the node is no longer needed. Returns whether it has none left."""
         if self.rebuilds or any(not child.resident for child in node.children):
             return False
         for child in list(node.children):
@@ -277,11 +277,11 @@ class Memory:
         return not node.children
 
     def release_constants(self, *, thorough: bool = False) -> bool:
-        """Let go of constants that only calls hold, where nothing evicted would have to be computed from them.
+        """Release constants held only by recorded calls, if no evicted node would be recomputed from them.
 
-        What was computed from them stays from then on. Unless ``thorough``, only where that is no more than what is let go;
-        what was written from them does not count, such as the optimizer's state from a gradient, which would go on to hold the
-        gradients of all steps. Whether anything went.
+        Pins what was computed from them. Unless ``thorough``, releases a constant only if the pinned bytes do not exceed its
+        own; results of in-place writes do not count, such as optimizer state written from a gradient, which would otherwise
+        hold the gradients of all steps. Returns whether any constant was released.
         """
         self.release_dead()
         if self.may_exceed and self._looking_ns > _LOOKING_NS + self.counters.operator_ns:
@@ -307,7 +307,7 @@ class Memory:
         return True
 
     def recover(self) -> None:
-        """No operator is under way any more: the last one failed or was interrupted, between any two steps of it."""
+        """Restore a consistent state after an operator failed or was interrupted at any point: none is running now."""
         self.locked.clear()
         self.rebuilds = self.started = 0
         nodes = self._all_nodes()
@@ -315,7 +315,7 @@ class Memory:
             node.locks = 0
             storage = node.storage()
             if node.handle is not None and self.nodes.get(node.address) is not node:
-                node.handle = None  # a newer version has the storage
+                node.handle = None  # a newer version owns the storage
             if node.handle is not None and node.handle() is None:
                 self.dead.append(node.handle)
             if node.call is not None and storage is not None and not is_empty(storage):
@@ -330,7 +330,7 @@ class Memory:
             self.release(node)
 
     def _all_nodes(self) -> list[Node]:
-        """Every node that something can still lead to."""
+        """Return every node still reachable from the tables, the pool, or the parents and children of others."""
         known = (*self.nodes.values(), *self.read_constants, *self.intermediates, *cast("Iterable[Node]", self.pool))
         found = list(dict.fromkeys(known))
         seen = set(found)
@@ -341,7 +341,7 @@ class Memory:
         return found
 
     def clear(self) -> None:
-        """Forget everything; all that is held must have been restored."""
+        """Forget all nodes. Storages that the program holds must have been restored before."""
         for node in self._all_nodes():
             node.call = node.kept = node.handle = None
             node.parents, node.children = (), {}

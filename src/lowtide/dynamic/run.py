@@ -1,7 +1,7 @@
-"""The run that all active contexts of the process share: the dispatch mode, and what goes around each operator.
+"""The run that all active contexts of the process share: the dispatch mode, and the locking and errors around operators.
 
-There is one allocator for a device and so one engine: the outermost context makes it, and it ends with the last one that is
-left, whichever threads they are entered in.
+A device has one allocator, so there is one engine: the first context entered creates it, and it ends when the last active
+context is left, whichever threads they are entered in.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from lowtide.program.source import user_source
 from lowtide.units import format_bytes
 
 _WARN_FROM_NS = 1_000_000_000  # a second of recomputation
-_EXTENSIONS = 30  # of the limit at the end, at most, each by what was found to be missing
-_TINY = 1_000_000  # results of less than a millionth of the budget are kept
+_EXTENSIONS = 30  # most times that the limit is raised at the end, each by the missing bytes
+_TINY = 1_000_000  # results smaller than a millionth of the budget are never evicted
 _PLAIN = torch.Tensor.__torch_dispatch__
 _Result = TypeVar("_Result")
 
 
 class OnlineMode(UncompiledMode):
-    """Hands every operator below autograd of the thread that is inside to the run; views pass."""
+    """Dispatch mode below autograd that hands each operator of its thread to the run; views pass through."""
 
     supports_higher_order_operators = True
 
@@ -67,8 +67,8 @@ class OnlineMode(UncompiledMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for kind in types:
             if kind.__torch_dispatch__ is not _PLAIN:
-                return NotImplemented  # a tensor subclass: what it is made of comes by
-        operator = self.known.get(id(func))  # the hash of an operator is a function in Python
+                return NotImplemented  # a tensor subclass: its inner tensors are dispatched again
+        operator = self.known.get(id(func))  # hashing an overload would call a Python function
         if operator is None:
             operator = self.known[id(func)] = Operator(func)
         if operator.passes:
@@ -82,11 +82,11 @@ class OnlineMode(UncompiledMode):
 
 
 class _Thread(threading.local):
-    modes = 0  # of the run that the thread is in
+    modes = 0  # how many modes of the run this thread has entered
 
 
 class OnlineRun:
-    """What all active contexts share: the engine, the memory it works within, and the process-wide patches."""
+    """State shared by all active contexts: the engine, its memory, and the process-wide patches."""
 
     def __init__(self, settings: OnlineSettings) -> None:
         self.settings = settings
@@ -111,7 +111,7 @@ class OnlineRun:
         self.sessions: list[Session] = []
         self.thread = _Thread()
         self.open = True
-        self.refused: OnlineBudgetError | None = None  # the latest
+        self.refused: OnlineBudgetError | None = None  # the most recent budget error
         self.warn_at_ns: float = _WARN_FROM_NS
         self.collector = CollectorSlowed()
         self.patches = Patches(self.materialize, self.resized, self.mode_inside, lambda: self.memory.lock)
@@ -127,12 +127,12 @@ class OnlineRun:
             self.memory.on_release, self.memory.on_eviction = foresight.released, foresight.evicted
 
     def mode_inside(self) -> OnlineMode | None:
-        """For a thread that the calling one starts."""
+        """Return a mode for a thread that the calling thread starts, or ``None`` if the caller is outside."""
         return OnlineMode(self) if self.thread.modes else None
 
     @uncompiled
     def call(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator of the program."""
+        """Run an operator of the program in the engine, under the lock."""
         with self.memory.lock:
             if not self.open:  # a thread that outlived the context
                 return operator.run(*args, **kwargs)
@@ -150,23 +150,23 @@ class OnlineRun:
 
     @uncompiled
     def detached(self, tensor: torch.Tensor) -> None:
-        """By a view, which passes the engine by, perhaps as the gradient that is handed to a leaf."""
+        """Mark the tensor's node as a gradient if this detach, which bypasses the engine, hands it to a leaf."""
         with self.memory.lock:
             if self.open and origin_of(current_node()) is Origin.GRADIENT:
                 self.memory.node_of(tensor).origin = Origin.GRADIENT
 
     @uncompiled
     def materialize(self, tensor: torch.Tensor, access: Access) -> Callable[[], None] | None:
-        """Have the tensor's bytes there for whoever reads them from outside the dispatcher."""
+        """Make the tensor's bytes resident for an access that bypasses the dispatcher."""
         return self._apart("reading a tensor", self.engine.materialize, tensor, access)
 
     @uncompiled
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage is about to be resized."""
+        """Prepare for a storage's resize, which is about to happen."""
         self._apart("resizing a storage", self.engine.let_go, storage)
 
     def _apart(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """What the engine does outside of operators."""
+        """Call an engine function outside of operators: under the lock, without dispatch modes and gradients."""
         with self.memory.lock, _disable_current_modes(), torch.no_grad():
             if not self.open:
                 return None
@@ -179,7 +179,7 @@ class OnlineRun:
                 raise
 
     def _warn(self) -> None:
-        """Say once that the program mostly recomputes."""
+        """Warn once if recomputation takes more than ``warn_above`` times the program's own time."""
         counters = self.memory.counters
         self.warn_at_ns = self.settings.warn_above * counters.operator_ns
         if counters.rematerialize_ns > self.warn_at_ns:
@@ -195,7 +195,7 @@ class OnlineRun:
     # --- failing ---------------------------------------------------------------------------------------------------
 
     def _failed(self, error: BaseException, operator: str, *, outermost: bool) -> None:
-        """An operator raised, or an interruption struck anywhere on the way: raise what was behind it in its place."""
+        """Recover after an operator raised or was interrupted, and raise the underlying error if there is another one."""
         if outermost:
             if self.engine.foresight is not None:
                 self.engine.foresight.forget()
@@ -209,7 +209,7 @@ class OnlineRun:
         if failure is not None:
             self.memory.may_exceed |= self.settings.refuses_once
             raised = self._budget_error(failure, operator)
-            self.refused = replace(raised)  # alone: its traceback keeps the frames of the program
+            self.refused = replace(raised)  # a copy: the traceback of the raised one keeps the program's frames alive
             raise raised from error
 
     def _budget_error(self, failure: Refusal | RebuildError, operator: str) -> OnlineBudgetError:
@@ -235,14 +235,14 @@ class OnlineRun:
         )
 
     def behind(self, error: BaseException | None) -> OnlineBudgetError | None:
-        """That a budget is too small, where that is what an exception is about: TorchScript raises one of its own."""
+        """Return the budget error behind an exception, or ``None``. TorchScript replaces it by an error of its own."""
         if isinstance(error, RuntimeError) and "failed in the TorchScript interpreter" in str(error):
             return self.refused
         return error if isinstance(error, OnlineBudgetError) else None
 
     def raise_refusal(self, error: BaseException | None) -> None:
-        """An allocation outside any operator was refused, or inside of code that lets no exception through: say so in our
-        words."""
+        """Raise ``OnlineBudgetError`` if an allocation was refused outside any operator, or inside of code (TorchScript) that
+        replaces our exception."""
         if (refused := self.behind(error)) is not None and refused is not error:
             raise refused from error
         _, refusal = self.memory.take_failure()
@@ -255,7 +255,7 @@ class OnlineRun:
         self.executor.hold(min((session.limit_bytes for session in self.sessions), default=None))
 
     def end(self) -> None:
-        """The last context ends: tensors that are held become ordinary ones."""
+        """End the run with its last context: restore all tensors that the program holds to ordinary ones."""
         self.open = False
         self.settings.experience.operator_ns += self.memory.counters.operator_ns
         with self.memory.lock, _disable_current_modes(), torch.no_grad():
@@ -276,8 +276,8 @@ class OnlineRun:
                 foresight.learn()
 
     def _restore(self) -> None:
-        """Rebuild what the program still holds: it is the program's, so where it does not fit the budget, beyond that by what
-        is missing."""
+        """Rebuild everything that the program still holds. If that does not fit the budget, raise the limit by the missing
+        bytes and retry, at last without any limit."""
         for _ in range(_EXTENSIONS):
             try:
                 return self.engine.restore_all()
@@ -293,7 +293,7 @@ class OnlineRun:
 
 
 class Session:
-    """One entry into a context: from now on its budget is held. ``mode`` is entered by the thread that runs inside."""
+    """One entry into a context; enforces its budget from creation. The thread that runs inside enters ``mode``."""
 
     def __init__(self, budget_bytes: int, run: OnlineRun) -> None:
         self.run = run
@@ -302,13 +302,13 @@ class Session:
         self.window = PeakWindow(run.memory.meter)
         self.limit_bytes = self.window.start_bytes + budget_bytes
         self.before = copy.copy(run.memory.counters)
-        self.peak_bytes: int | None = None  # once it has ended
+        self.peak_bytes: int | None = None  # set when it ends
         run.sessions.append(self)
         run.executor.enter_thread()
         run.hold_tightest()
 
     def end(self) -> None:
-        """The mode was left; the last session ends the run."""
+        """End the session after its mode was exited. The last session ends the run."""
         run = self.run
         try:
             if run.sessions == [self]:
