@@ -153,7 +153,7 @@ class Engine:
         ]
 
     def _view(self, tensor: Tensor, reads: dict[Node, None]) -> Any:
-        """Return the recorded form of a tensor: a ``View``, or the tensor itself if it is opaque. Adds its nodes to ``reads``."""
+        """Return a tensor's recorded form: a ``View``, or the tensor itself if opaque. Adds its nodes to ``reads``."""
         node = self.memory.node_of(tensor)
         reads[node] = None
         if not node.opaque:

@@ -1,4 +1,4 @@
-"""What goes wrong where memory is short."""
+"""Failures for lack of memory: refused allocations and impossible rebuilds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Refusal(NamedTuple):
-    """An allocation that could not be granted: what was asked for, what was in use, and by how much both are too much."""
+    """A refused allocation: bytes requested, bytes in use, and by how many bytes their sum exceeds the limit."""
 
     wanted_bytes: int
     used_bytes: int
@@ -14,7 +14,7 @@ class Refusal(NamedTuple):
 
 
 class RebuildError(RuntimeError):
-    """What was evicted can not be rebuilt within the budget; no plan was found that would do with less than that."""
+    """No plan was found that rebuilds evicted storages within the budget; the best needs ``missing_bytes`` more."""
 
     def __init__(self, missing_bytes: int) -> None:
         super().__init__(f"no plan was found for a rebuild without {missing_bytes} bytes more")

@@ -1,5 +1,5 @@
-"""A schedule of a cycle, followed while the program goes through it again: what goes, and what is computed again, before each
-of its operators."""
+"""Follows the schedule of a cycle while the program repeats it: which storages to evict and which to recompute before each
+operator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.planning import Plan
 
 
 class Action(NamedTuple):
-    """``which`` of the results of the program's operator number ``operator`` are computed ``again``, or else go."""
+    """Recompute (``again``) or else evict the results ``which`` of the program's operator number ``operator``."""
 
     operator: int
     which: tuple[int, ...]
@@ -26,9 +26,9 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guide:
-    """``before``: the actions before an operator, by its number. ``kept``: results that stay though the program lets them
-    go, each by the number of its operator and its place among what that made. ``peak_bytes`` of the plan, and
-    the time that it takes to compute again what it lets go."""
+    """A plan in terms of the program's operators. ``before``: the actions before an operator, by its number. ``kept``: results
+    held although the program releases them, as (operator number, index of the result). ``peak_bytes``: the plan's peak.
+    ``rebuild_ns``: time that the plan spends on recomputation."""
 
     before: dict[int, list[Action]]
     kept: frozenset[tuple[int, int]]
@@ -37,7 +37,7 @@ class Guide:
 
     @staticmethod
     def of(cycle: CycleGraph, plan: Plan) -> Guide:
-        """What a plan for this cycle says."""
+        """Translate a plan for this cycle into a guide."""
         reader = _Reader(cycle)
         reader.read(plan.schedule.steps)
         rebuild_ns = plan.time_ns - cycle.costs.total_time_ns
@@ -49,7 +49,7 @@ class _Reader:
         self.cycle = cycle
         self.before: dict[int, list[Action]] = {}
         self.kept: set[tuple[int, int]] = set()
-        self.next = 0  # of the program's operators
+        self.next = 0  # number of the program's operator that comes next
 
     def read(self, steps: Sequence[Step]) -> None:
         computed: set[int] = set()
@@ -84,7 +84,7 @@ class _Reader:
 
 
 def _freed_after(steps: Sequence[Step], index: int) -> set[int]:
-    """What goes as soon as the step has been taken."""
+    """Return the storages freed directly after the step at ``index``."""
     freed = set()
     while index + 1 < len(steps) and isinstance(step := steps[index + 1], Free):
         freed.add(step.storage)
@@ -93,8 +93,8 @@ def _freed_after(steps: Sequence[Step], index: int) -> set[int]:
 
 
 class Follower:
-    """Does in a running cycle what a guide says, as far as that can be done. ``made``: by each operator so far, what can be
-    computed again."""
+    """Performs the actions of a guide in a running cycle, as far as possible. ``made``: for each operator so far, its
+    recomputable results."""
 
     def __init__(self, guide: Guide, memory: Memory, rebuilder: Rebuilder, made: list[tuple[Node, ...]]) -> None:
         self.guide = guide
@@ -104,7 +104,7 @@ class Follower:
         self._kept: list[Node] = []
 
     def before(self, operator: int) -> None:
-        """This one of the program's operators comes next."""
+        """Perform the actions due before this operator, by its number."""
         for action in self.guide.before.get(operator, ()):
             if action.operator >= len(self.made):
                 continue
@@ -120,11 +120,11 @@ class Follower:
                     self.memory.evict_planned(node)
 
     def after(self, operator: int) -> None:
-        """The operator has run, and ``made`` has its results."""
+        """After the operator has run: hold those of its results in ``made`` that the guide keeps."""
         self._keep(operator, range(len(self.made[operator])))
 
     def end(self) -> None:
-        """What was kept for the plan goes, or stays for the program alone."""
+        """Stop following: evict results kept only for the plan, and stop holding those that the program holds."""
         for node in self._kept:
             if node.kept is not None and node.handle is None and not node.locks and node.resident:
                 self.memory.evict(node)

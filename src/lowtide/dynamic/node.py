@@ -1,4 +1,4 @@
-"""What a live run remembers of a storage, and of the operator call that can compute it again."""
+"""Nodes (versions of storages) of an online run, and the recorded operator calls that can recompute them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lowtide.dynamic.operators import Operator
 from lowtide.eviction import Entry
 from lowtide.program.generators import Draw
 
-storage_of = torch._C.TensorBase.untyped_storage  # as it was, whatever ``torch.Tensor`` says while a context is active
+storage_of = torch._C.TensorBase.untyped_storage  # unpatched, unlike ``torch.Tensor``'s while a context is active
 _SERIAL = itertools.count()
-_FEW = 32  # operators that would have to run
+_FEW = 32  # most operators of a quick rebuild
 AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 current_node = torch._C._current_autograd_node
-WRITTEN = -1  # the place of a result that an operator wrote into an argument
+WRITTEN = -1  # ``place`` of a result written in place into an argument
 
 
 class Origin(IntEnum):
-    """Which part of the program computed something. ``BACKWARD``: a backward pass that is not differentiated itself, so what it
-    computes is soon used and gone; ``GRADIENT``: what such passes leave behind, the gradient of a leaf."""
+    """The part of the program that computed a storage. ``BACKWARD``: a backward pass that is not itself differentiated, so its
+    results are soon used and released; ``GRADIENT``: the gradient of a leaf, which outlives such a pass."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -34,7 +34,7 @@ class Origin(IntEnum):
 
 
 def origin_of(node: Any) -> Origin:
-    """Of what is computed inside this node of autograd's, or outside of any."""
+    """Return the origin of results computed inside this autograd node, or outside of any (``None``)."""
     if isinstance(node, AccumulateGrad):
         return Origin.GRADIENT
     return Origin.FORWARD if node is None or torch.is_grad_enabled() else Origin.BACKWARD
@@ -43,10 +43,10 @@ def origin_of(node: Any) -> Origin:
 class Node(Entry):
     """One version of one storage.
 
-    Writing into a storage makes a new version, which takes the storage over; of the old one only ``call`` remains, and
-    where it is wanted again it is computed into a storage of its own, ``kept``. ``handle`` is dead or ``None`` where the
-    program holds no tensor of this version. A node without a ``call``, a *constant*, can not be computed again and is never
-    evicted; nor is one whose address something outside the operators may hold, which is ``pinned``.
+    Writing into a storage makes a new version, which takes over the storage. Of the old version only ``call`` remains; if it
+    is needed again, it is recomputed into a storage of its own, ``kept``. ``handle`` is dead or ``None`` if the program
+    holds no tensor of this version. A node without a ``call``, a *constant*, cannot be recomputed and is never evicted; nor
+    is a ``pinned`` node, whose address something outside the operators may hold.
     """
 
     __slots__ = (
@@ -59,39 +59,39 @@ class Node(Entry):
     def __init__(self, size_bytes: int, parents: tuple[Node, ...] = ()) -> None:
         super().__init__(size_bytes, 0, parents)
         self.size_bytes = size_bytes
-        self.serial = next(_SERIAL)  # later than all parents
-        self.number = self.serial  # of the storage: all its versions have it
+        self.serial = next(_SERIAL)  # greater than those of all parents
+        self.number = self.serial  # identifies the storage: shared by all its versions
         self.call: OperatorCall | None = None
-        self.place = 0  # among the results of the call
+        self.place = 0  # index among the results of the call
         self.handle: Handle | None = None
         self.address = 0
         self.kept: UntypedStorage | None = None
-        self.opaque = False  # what reads it can not be run again: its tensors are more than a strided view of bytes
+        self.opaque = False  # its tensors are not plain strided views, so calls that read it cannot be repeated
         self.origin = Origin.FORWARD
-        self.writers = 0  # how many others may write to it unseen
+        self.writers = 0  # how many outside holders may write to it unseen
 
     @staticmethod
     def constant(size_bytes: int = 0) -> Node:
-        """A node that is there and can not be computed again. The pool counts no bytes of it."""
+        """Create a resident node that cannot be recomputed. Its bytes are not counted in the pool."""
         node = Node(0)
         node.size_bytes = size_bytes
         node.pinned = node.resident = True
         return node
 
     def held_storage(self) -> UntypedStorage | None:
-        """The storage of this version that the program holds."""
+        """The storage in which the program holds this version, or ``None``."""
         return None if self.handle is None else self.handle()
 
     def storage(self) -> UntypedStorage | None:
-        """The storage that is or will be filled with this version, if anybody holds one."""
+        """The storage of this version, filled or evicted, held by the program or ``kept``; ``None`` if there is none."""
         return self.held_storage() if self.kept is None else self.kept
 
     def end_writer(self) -> None:
-        """One of those that could write to it is gone."""
+        """Note that one outside holder that could write to it is gone."""
         self.writers -= 1
 
     def held(self) -> Callable[[], None]:
-        """It stays until what is returned is called."""
+        """Lock the node until the returned callback is called."""
         self.locks += 1
         return self._end_hold
 
@@ -105,8 +105,8 @@ class Node(Entry):
         return self.kept is None or torch._C._storage_Use_Count(self.address) > 1
 
     def held_dependents(self) -> list[Node] | None:
-        """What was computed from its contents and the program holds; ``None`` where any of it was evicted, or is needed by an
-        operator under way."""
+        """Return the dependents that the program holds; ``None`` if any of them is evicted or locked by a running
+        operator."""
         found = []
         for one in _dependents(self):
             if one.alive():
@@ -117,7 +117,7 @@ class Node(Entry):
 
 
 class Handle(weakref.ref[UntypedStorage]):
-    """Tells, by way of its callback, that nobody holds the storage any more."""
+    """Weak reference to a storage, whose callback reports that the storage was freed."""
 
     __slots__ = ("node",)
 
@@ -125,11 +125,11 @@ class Handle(weakref.ref[UntypedStorage]):
 
 
 class OperatorCall:
-    """An operator call that can be made again: ``args`` and ``kwargs`` with ``View``s in place of tensors.
+    """A recorded operator call that can be run again: ``args`` and ``kwargs`` with ``View``s in place of tensors.
 
-    ``draw``: where the generator stood before a random call. ``grad``: whether gradients were enabled, which a few
-    kernels ask. ``results``: the nodes that the call computed, by the place of the tensor among its results. ``holds``: the
-    storages of constants that it reads.
+    ``draw``: the generator's state before a random call. ``grad``: whether gradients were enabled, which a few kernels
+    depend on. ``results``: the nodes that the call computed, by the index of the tensor among its results. ``holds``: the
+    storages of the constants that it reads, kept alive.
     """
 
     __slots__ = ("args", "draw", "grad", "holds", "kwargs", "operator", "results")
@@ -144,14 +144,14 @@ class OperatorCall:
         self.holds: list[UntypedStorage] = []
 
     def forget_result(self, node: Node) -> None:
-        """The node is not computed by this call any more; a call without results lets go of what it reads."""
+        """Remove the node from the call's results; a call without results releases the constants that it holds."""
         self.results.pop(node.place, None)
         if not self.results:
             self.holds = []
 
 
 class View:
-    """A tensor by what it is a view of: which bytes of which storage, and how they are read."""
+    """A tensor described by its node and layout, without holding its storage."""
 
     __slots__ = ("conjugate", "dtype", "negative", "node", "offset", "size", "stride")
 
@@ -174,7 +174,7 @@ class View:
 
 
 def is_opaque(tensor: Tensor) -> bool:
-    """Whether it is more than a strided view of bytes."""
+    """Whether the tensor is more than a strided view of bytes: quantized or nested."""
     return tensor.is_quantized or tensor.is_nested
 
 
@@ -190,7 +190,7 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def any_evicted(nodes: Iterable[Node]) -> bool:
-    """Whether one of them is gone."""
+    """Whether any of the nodes is evicted."""
     for node in nodes:  # noqa: SIM110 (before every operator; a generator would take twice the time)
         if node.evicted:
             return True
@@ -198,7 +198,7 @@ def any_evicted(nodes: Iterable[Node]) -> bool:
 
 
 def dependents_of(node: Node) -> list[Node]:
-    """What was computed from the node's contents: through what the program released, up to what it holds."""
+    """Return the nodes computed from this one: transitively through those the program released, up to those it holds."""
     return list(_dependents(node))
 
 
@@ -219,7 +219,7 @@ def _may_go(latest: Origin, quickly: bool, entry: Entry) -> bool:
 
 
 def _is_quickly_rebuilt(entry: Entry) -> bool:
-    """Whether few operators would have to run to have the entry back."""
+    """Whether at most ``_FEW`` operators would have to run to rebuild the entry."""
     gone = [entry]
     seen = {entry}
     for one in gone:
@@ -231,9 +231,9 @@ def _is_quickly_rebuilt(entry: Entry) -> bool:
     return True
 
 
-# What goes first, whatever the scores: what was computed by this part of the program or one before it and, where that is asked
-# for, can be rebuilt quickly. What a backward pass computes lies behind ever more of the forward pass the longer it waits;
-# gradients, which an optimizer will read, lie behind all of both.
+# Filters on victims, tried in this order before scores: entries of this origin or an earlier one and, where ``quickly`` is set,
+# only those quick to rebuild. Rebuilding results of a backward pass takes ever more of the forward pass the longer they wait;
+# rebuilding gradients, which an optimizer will read, takes all of both.
 PREFERENCES = (
     functools.partial(_may_go, Origin.FORWARD, True),
     functools.partial(_may_go, Origin.BACKWARD, True),
@@ -244,19 +244,19 @@ PREFERENCES = (
 
 
 def blank(tensor: Tensor) -> Tensor:
-    """A tensor without memory of the same shape, strides and type."""
+    """Return a meta tensor of the same shape, strides and type."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with lists in place of lists and tuples, and ``function`` of everything else."""
+    """Apply ``function`` to every leaf of nested lists and tuples; tuples become lists."""
     if isinstance(value, (list, tuple)):
         return [mapped(function, item) for item in value]
     return function(value)
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What is in lists and tuples, in order."""
+    """Yield the leaves of nested lists and tuples, in order."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from leaves(item)
@@ -265,7 +265,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def tensors_of(value: Any) -> Sequence[Tensor]:
-    """The tensors in lists and tuples."""
+    """Return the tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
         return (value,)
     if not isinstance(value, (list, tuple)):

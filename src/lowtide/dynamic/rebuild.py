@@ -1,7 +1,7 @@
-"""Computes evicted storages again, in room that is planned for.
+"""Rebuilds evicted storages by plans that fit the available memory.
 
-A rebuild is planned before it begins: which calls are made again in which order, and what is kept until when. Where everything
-that is gone does not fit at once, results are computed more than once instead.
+A rebuild is planned before it begins: which calls are run again, in which order, and how long each result is held. If all
+missing results do not fit at once, some are computed more than once instead.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from lowtide.dynamic.storages import fill
 from lowtide.errors import ExecutionError
 
 _CLONE = Operator(torch.ops.aten.clone.default)
-# Of planning, beside what the program's operators took, after which it goes on above the budget.
+# Most planning time on top of the operators' time, if the run may exceed its budget; then it goes on above the budget.
 _PLANNED_NS = 1_000_000_000
-_ATTEMPTS = 30  # at a rebuild, each of which finds out what scratch one more operator takes
+_ATTEMPTS = 30  # at a rebuild; each failed one learns the scratch of one more kind of call
 
 
 @dataclass(slots=True)
 class Experience:
-    """What rebuilds found out and later ones need not: orders of calls within little memory, and how much memory kinds of
-    calls take beyond their results. ``planning_ns``: what that took in all runs, and ``operator_ns``, what the program's own
-    operators did in those that have ended."""
+    """What rebuilds have learnt for later ones: orders of calls that need little memory, and the scratch of each kind of
+    call. ``planning_ns``: planning time over all runs. ``operator_ns``: time of the program's own operators in the runs
+    that have ended."""
 
     orders: OrderCache = field(default_factory=OrderCache)
     scratch_bytes: dict[Hashable, int] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Experience:
 
 
 class Rebuilder:
-    """Brings evicted nodes of ``memory`` back."""
+    """Rebuilds evicted nodes of ``memory``."""
 
     def __init__(self, memory: Memory, executor: Executor, experience: Experience) -> None:
         self.memory = memory
@@ -52,15 +52,15 @@ class Rebuilder:
         self.orders, self.scratch_bytes = experience.orders, experience.scratch_bytes
 
     def complete(self, needs: Iterable[Node]) -> None:
-        """Have all of them there at once; they are locked. What the program has released meanwhile is gone, too."""
+        """Make all of ``needs``, which are locked, resident at the same time. Processes released storages first."""
         self.memory.release_dead()
         if missing := [node for node in needs if node.evicted]:
             self.rebuild(missing)
 
     def rebuild(self, targets: list[Node]) -> None:
-        """Compute evicted nodes again and, before them, whatever that reads and is gone, in room that is planned for.
+        """Recompute evicted nodes and, before them, their evicted ancestors, by a plan that fits the memory.
 
-        The scratch of operators is not known beforehand: where it was too much, the plan is made again with what was learnt.
+        The scratch of operators is not known beforehand: if it exceeds the plan, plans again with the scratch learnt.
         """
         began = statistics.now_ns()
         if not self.memory.rebuilds:
@@ -77,7 +77,7 @@ class Rebuilder:
                 self.memory.counters.rematerialize_ns += statistics.now_ns() - began
 
     def make_again(self, nodes: Sequence[Node]) -> None:
-        """Results of one call, which are gone, from what it reads; what of that is gone is rebuilt first."""
+        """Recompute evicted results of one call; rebuild its evicted inputs first."""
         needs = self.memory.lock_all((*nodes, *nodes[0].parents))
         try:
             self.complete(nodes[0].parents)
@@ -90,8 +90,8 @@ class Rebuilder:
             self.memory.unlock_last(needs)
 
     def _plan(self, targets: list[Node]) -> RebuildPlan | None:
-        """Everything that is gone once, and all that is there and read kept until then; ``None`` where there is no room, and
-        another way is to be looked for."""
+        """Return a plan that makes each missing call once and holds resident inputs until their last read; ``None`` if it
+        does not fit and a plan with less memory must be searched."""
         calls, there = calls_behind(targets, self._scratch_of)
         plan = make_plan(calls, targets, there)
         if plan.peak_bytes <= self.memory.free_bytes() or plan.peak_bytes <= self.memory.available_bytes():
@@ -100,14 +100,14 @@ class Rebuilder:
         return plan if plan.peak_bytes <= self.memory.available_bytes() or self._has_planned_enough() else None
 
     def _has_planned_enough(self) -> bool:
-        """Whether to go on above the budget, where that may be: a program of many small operators would hardly go on at all."""
+        """Whether to exceed the budget, if allowed, because planning takes too long, as for many small operators."""
         program_ns = self.experience.operator_ns + self.memory.counters.operator_ns
         return self.memory.may_exceed and self.experience.planning_ns > _PLANNED_NS + program_ns
 
     def _rebuild_in_less(self, targets: list[Node]) -> bool:
-        """From what cannot be computed again onwards, and some results more than once.
+        """Rebuild with less memory: from constants onwards, computing some results more than once.
 
-        ``targets`` grows: what waiting operators read may go in between as well.
+        Appends to ``targets``: the inputs of waiting operators may be evicted and rebuilt in between as well.
         """
         memory = self.memory
         waiting = () if memory.rebuilds else memory.locked[memory.started :]
@@ -137,7 +137,7 @@ class Rebuilder:
         return plan
 
     def _follow(self, plan: RebuildPlan) -> bool:
-        """Make the calls of the plan; false where one took more scratch than was known, which is known now."""
+        """Run the calls of the plan; return false if one took more scratch than known, after recording it."""
         room_bytes = self.memory.available_bytes()
         live = dict.fromkeys(plan.given)
         for node in live:
@@ -165,7 +165,7 @@ class Rebuilder:
         return True
 
     def _take(self, step: RebuildStep, live: dict[Node, None]) -> None:
-        # What the program has let go of meanwhile, and nothing is computed from any more, is not made.
+        # Skip results that the program has released meanwhile and that nothing depends on any more.
         makes = [node for node in step.makes if node.resident or node.call is not None]
         needs = self.memory.lock_all((*makes, *makes[0].parents)) if makes else ()
         for node in step.done:
@@ -175,7 +175,7 @@ class Rebuilder:
         if not makes:
             return
         try:
-            self.complete(makes[0].parents)  # the program may have released one in the meantime
+            self.complete(makes[0].parents)  # an input the program released meanwhile may be gone
             if not all(node.resident for node in makes):
                 self._compute(step.call.recorded, makes)
             for node in makes:
@@ -188,7 +188,7 @@ class Rebuilder:
         return self.scratch_bytes.get(_kind(call), 0) if self.scratch_bytes else 0
 
     def _compute(self, call: OperatorCall, wanted: Sequence[Node]) -> None:
-        """Make the recorded call again; its results go where they were."""
+        """Run the recorded call again, and move its results into their old storages."""
         version = call.results.get(WRITTEN)
         own = {} if version is None else self._own_copy(call)
 
@@ -216,7 +216,7 @@ class Rebuilder:
                 self._place(sibling, storage_of(tensors[place]))
 
     def _run(self, call: OperatorCall, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, int]:
-        """What the operator returns again, random numbers included, and its time in ns."""
+        """Run the call's operator again, with the same random numbers. Returns its result and its time in ns."""
         if call.draw is None:
             return self.executor.run(call.operator, args, kwargs)
         drawing = call.operator.with_generator(len(args))
@@ -227,7 +227,7 @@ class Rebuilder:
             return self.executor.run(drawing, args, {**kwargs, "generator": generator})
 
     def _own_copy(self, call: OperatorCall) -> dict[Node, UntypedStorage]:
-        """For a call that writes: the old version, in a storage of its own that the call may change."""
+        """For a call that writes in place, return the old version with a storage that the call may overwrite."""
         (old,) = {view.node for view in views_in(values_at(call.operator.writes, call.args, call.kwargs), {})}
         storage = old.storage()
         if storage is None:
@@ -253,19 +253,19 @@ class Rebuilder:
         self.memory.pool.add(node)
 
     def clone(self, storage: UntypedStorage) -> UntypedStorage:
-        """A copy from the allocator that is counted, which is not where ``UntypedStorage.clone`` takes it from."""
+        """Copy a storage by an operator, since ``UntypedStorage.clone`` bypasses the counted allocator."""
         tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copy, _ = self.executor.run(_CLONE, (tensor,), {})
         return storage_of(copy)
 
 
 def _kind(call: OperatorCall) -> Hashable:
-    """Calls that take the same scratch."""
+    """Return a key shared by calls assumed to take the same scratch: operator, sizes and types."""
     return call.operator, *((view.size, view.dtype) for view in views_in(call.args, call.kwargs))
 
 
 def refused_bytes(error: RuntimeError, memory: Memory) -> int:
-    """By how much an allocation that was refused exceeded the limit; 0 where a rebuild found no room. Raises other errors."""
+    """Return by how many bytes a refused allocation exceeded the limit, 0 if none was. Re-raises other errors."""
     if not isinstance(error, (torch.OutOfMemoryError, RebuildError)) and "can't allocate memory" not in str(error):
         raise error
     return memory.take_missing_bytes()

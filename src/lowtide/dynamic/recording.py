@@ -1,4 +1,4 @@
-"""Writes a live run as a trace."""
+"""Writes an online run as a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.trace import TraceWriter
 
 
 class Recorder(TraceWriter):
-    """Writes calls and releases of storages, and those that came from elsewhere when they are first read."""
+    """Writes calls, releases of storages, and constants when they are first read or written."""
 
     def __init__(self, path: str | Path, device: str, budget_bytes: int) -> None:
         super().__init__(path, name=Path(path).stem, device=device, budget_bytes=budget_bytes)
@@ -36,6 +36,6 @@ class Recorder(TraceWriter):
         )
 
     def released(self, node: Node) -> None:
-        """The program let the node's storage go."""
+        """Record that the program released the node's storage."""
         if node.number in self.known:
             self.release(node.number)

@@ -21,21 +21,21 @@ _SIZE_AFTER = 4  # data, context, deleter (in the standard library's order), dev
 
 
 def empty(storage: UntypedStorage) -> None:
-    """Give the memory back. The storage keeps its size, so that views of it can be made; it must not be read."""
+    """Free the storage's memory. It keeps its size, so that views of it can be made; it must not be read."""
     nothing = torch._C._construct_storage_from_data_pointer(0, storage.device, storage.nbytes())
     fill(storage, nothing)  # type: ignore[arg-type]
 
 
 def is_empty(storage: UntypedStorage) -> bool:
-    """Whether the memory was given back."""
+    """Whether the storage's memory was freed by ``empty``."""
     try:
         return storage.data_ptr() == 0
-    except RuntimeError:  # what PyTorch has to say of a size without memory
+    except RuntimeError:  # PyTorch raises for a nonzero size without memory
         return True
 
 
 def swap_words(one: UntypedStorage, other: UntypedStorage) -> None:
-    """The exchange by hand."""
+    """Exchange the memory of two storages by swapping words of their ``StorageImpl``."""
     first = _first_word()
     a, b = _words(one), _words(other)
     for word in (*range(first, first + 3), first + _SIZE_AFTER):
@@ -48,7 +48,7 @@ def _words(storage: UntypedStorage) -> ctypes.Array[ctypes.c_int64]:
 
 @functools.cache
 def _first_word() -> int:
-    """Where the data pointer stands in a ``StorageImpl``; ``ExecutionError`` where the layout is another."""
+    """Return the word index of the data pointer in ``StorageImpl``; ``ExecutionError`` if the layout is unknown."""
     storages = [torch.arange(n, dtype=torch.uint8).untyped_storage() for n in (40, 56)]
     found = [
         word
