@@ -1,7 +1,7 @@
-"""Cycles: what a program does from the end of one backward pass to the end of the next, over and over.
+"""Cycles: the operators that a program runs from the end of one backward pass to the end of the next.
 
-A cycle that was watched is a graph like that of a captured program: operators in the program's order, the storages that they
-made, and how long each must stay. A schedule of it keeps that order, so that it can be followed while the program runs.
+A watched cycle becomes a graph like that of a captured program: operators in the program's order, the storages that they
+make, and how long each must stay. A schedule keeps that order, so that it can be followed while the program runs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from lowtide.dynamic.node import Node
 from lowtide.ir import Costs, Graph, Op, Phase
 
-MOST_OPERATORS = 1 << 13  # of a cycle that is planned
+MOST_OPERATORS = 1 << 13  # in a cycle; longer ones are not planned
 
-Key = tuple[Any, ...]  # an operator, and the bytes of what it reads: what tells cycles apart
+Key = tuple[Any, ...]  # an operator and the bytes of its inputs; cycles are told apart by these
 
 
 class Performed(NamedTuple):
-    """An operator of a cycle. ``makes``: what it can compute again; ``constants``: what it made and cannot.
+    """An operator of a cycle. ``makes``: its recomputable results; ``constants``: its other results.
 
-    ``peak_bytes``: what was allocated at most above the level at its start, with what was evicted meanwhile.
+    ``peak_bytes``: peak above the level at its start, as if nothing had been evicted meanwhile.
     """
 
     name: str
@@ -37,17 +37,17 @@ class Performed(NamedTuple):
         return (*self.makes, *self.constants)
 
     def is_version(self, node: Node) -> bool:
-        """Whether it is a storage that the operator wrote into, so that nothing new was allocated for it."""
+        """Whether the node is a storage that the operator wrote into, so that nothing new was allocated for it."""
         return any(node.number == read.number for read in self.reads)
 
 
 @dataclass(slots=True, eq=False)
 class Cycle:
-    """``keys`` of all operators so far and, where it is ``watched``, what they ``performed``.
+    """A cycle as recorded so far: the ``keys`` of all operators and, if it is ``watched``, what they ``performed``.
 
-    ``made`` and ``given``: storages that were made, and that had been computed before and were read. ``released``: of these,
-    those that the program let go, by the number of operators until then. ``other_bytes``: before each operator, the part of
-    the level that is neither what could be evicted nor one of the constants that were made, ``constant_bytes`` now.
+    ``made``: storages made in the cycle. ``given``: evictable ones from before that were read, with their bytes. ``released``:
+    those of both that the program released, with the number of operators until then. ``other_bytes``: before each operator,
+    the level without evictable bytes and without ``constant_bytes``, the current bytes of constants made in the cycle.
     """
 
     watched: bool
@@ -58,18 +58,18 @@ class Cycle:
     released: dict[Node, int] = field(default_factory=dict)
     other_bytes: list[int] = field(default_factory=list)
     constant_bytes: int = 0
-    cut: bool = False  # too long
+    cut: bool = False  # too long to be planned
     _name: int | None = None
 
     @property
     def name(self) -> int:
-        """The same for cycles with the same keys; to be asked for once it has ended."""
+        """Hash of the keys, equal for equal cycles. Read it only after the cycle has ended."""
         if self._name is None:
             self._name = hash(tuple(self.keys))
         return self._name
 
     def give_up(self) -> None:
-        """It is too long to be planned."""
+        """Stop recording: the cycle is too long to be planned."""
         self.cut, self.watched = True, False
         for part in (self.keys, self.performed, self.made, self.given, self.released, self.other_bytes):
             part.clear()
@@ -90,9 +90,9 @@ class Cycle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CycleGraph:
-    """A cycle as planners see it. ``operators``: which of the program's each of the graph's is, ``None`` for one that only
-    holds something; ``results``: of each storage that can be computed again, the program's operator, and which of what that
-    makes it is; ``released``: after how many operators the program lets each storage go."""
+    """A cycle as planners see it. ``operators``: for each op of the graph, the number of the program's operator, ``None`` for
+    an op that only makes or holds storages; ``results``: for each recomputable storage, its operator's number and its index
+    among that one's results; ``released``: after how many operators the program releases each storage."""
 
     graph: Graph
     costs: Costs
@@ -102,12 +102,12 @@ class CycleGraph:
 
 
 def graph_of(cycle: Cycle) -> CycleGraph:
-    """What happens in a watched cycle that has ended."""
+    """Build the graph of a watched cycle that has ended."""
     return _Builder(cycle).build()
 
 
 class _Builder:
-    """What cannot be computed again is held by operators without results that read it just after the program let it go."""
+    """Builds the graph. Ops without results read non-recomputable storages at their release, to hold them until then."""
 
     def __init__(self, cycle: Cycle) -> None:
         self.cycle = cycle
@@ -141,8 +141,8 @@ class _Builder:
         return CycleGraph(graph, costs, tuple(self.operators), tuple(self.results), tuple(self.released))
 
     def _give(self, gone: dict[int, list[int]]) -> None:
-        """What is there in the beginning: what had been computed before, and what nobody looks after and goes on the way, of
-        which the level tells."""
+        """Add the storages present at the start: those computed before, and untracked memory released during the cycle, as
+        inferred from the level."""
         cycle = self.cycle
         given = [self._store(size_bytes, None, node) for node, size_bytes in cycle.given.items()]
         most = np.maximum.accumulate(np.array(cycle.other_bytes[::-1], dtype=np.int64))[::-1]  # from each operator on
@@ -177,7 +177,7 @@ class _Builder:
             self._add("release", None, values, [])
 
     def _store(self, size_bytes: int, result: tuple[int, int] | None, node: Node | None = None) -> int:
-        """A new storage, made by the operator that is added next."""
+        """Add a storage, produced by the op that is added next."""
         value = len(self.sizes)
         if node is not None:
             self.value[node] = self.current[node.number] = value
@@ -206,11 +206,11 @@ class _Builder:
         self.operators.append(operator)
 
     def _stays(self, node: Node, value: int) -> bool:
-        """Whether the program holds it in the end."""
+        """Whether the program still holds the storage at the end of the cycle."""
         return node not in self.cycle.released and self.current[node.number] == value
 
     def _keep_needed(self, last: Iterable[int]) -> None:
-        """The program runs every operator, also those whose results nobody reads."""
+        """Mark ops whose results nobody reads as effects, since the program runs every operator."""
         needed = {self.producers[value] for value in last}
         for op in reversed(self.ops):
             needed.update(self.producers[value] for value in op.inputs)

@@ -1,9 +1,9 @@
-"""What a program will do next, as far as it does what it did before.
+"""Recognizes the program's repeated cycles, and has evictions and rebuilds follow plans for them.
 
-A cycle that comes a second time is planned as a captured program is: the planners know when everything will be read again,
-which no heuristic does. While the program goes through it once more, what goes and what is computed again follows the plan.
-Where the program leaves every known cycle, or takes more memory than was planned, the rules of the online mode take over: they
-are always in force, so a plan that is wrong costs time and nothing else.
+A cycle that comes a second time is planned as a captured program is: planners know when everything will be read again, which
+no heuristic does. While the program repeats the cycle, evictions and recomputation follow the plan. If the program leaves
+every known cycle, or takes more memory than planned, the rules of the online mode (the heuristic) take over: they are always
+in force, so a wrong plan costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowtide.memory.allocators import PeakWindow
 
 
 class _Ended(NamedTuple):
-    """A cycle that went by a plan, or that is to be planned. ``rebuild_ns``: what rebuilds had taken before it."""
+    """An ended cycle: the plan that it followed, and the cycle if it is to be planned. ``rebuild_ns``: total before it."""
 
     rebuild_ns: int
     followed: tuple[Known, Guide] | None
@@ -33,10 +33,10 @@ class _Ended(NamedTuple):
 
 
 class Foresight:
-    """Of one run: recognizes cycles as they come, follows their plans, and watches those that are not known.
+    """Recognizes the cycles of one run as they come, follows their plans, and watches unknown ones.
 
-    A cycle is of one thread; with ``device_threads``, backward passes run in threads of their own. ``undisturbed``: within it,
-    threads can be started that are none of the program's.
+    A cycle belongs to one thread; with ``device_threads``, backward passes run in threads of their own. ``undisturbed()`` is a
+    context in which started threads do not enter the online mode.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class Foresight:
         self.rebuilder = rebuilder
         self.undisturbed = undisturbed
         self.device_threads = device_threads
-        self._made: list[tuple[Node, ...]] = []  # by each operator of the cycle, what can be computed again
+        self._made: list[tuple[Node, ...]] = []  # for each operator of the cycle, its recomputable results
         self._cycle: Cycle | None = None  # the current one, once it has begun
         self._thread = 0  # its thread
         self._backward = False  # whether its backward pass is under way
-        self._room_bytes: int | None = None  # in its beginning
-        self._evictions = self._rebuild_ns = 0  # up to it
-        self._counted = False  # whether the operator under way is part of it
+        self._room_bytes: int | None = None  # at the start of the cycle
+        self._evictions = self._rebuild_ns = 0  # totals at the start of the cycle
+        self._counted = False  # whether the running operator is part of the cycle
         self._followed: Known | None = None
         self._follower: Follower | None = None
         self._watcher = _Watcher(memory)
         self._ended: _Ended | None = None
 
     def before(self, operator: Operator, reads: Iterable[Node], *, backward: bool) -> None:
-        """The operator comes next; ``backward``: in a backward pass."""
+        """Record that the operator is about to come, and act on the plan. ``backward``: it is in a backward pass."""
         cycle, thread = self._cycle, get_ident()
         self._counted = cycle is None or thread == self._thread or (self.device_threads and backward)
         if not self._counted:
@@ -93,12 +93,12 @@ class Foresight:
             cycle.other_bytes.append(self.memory.meter.level_bytes - self.memory.pool.bytes - cycle.constant_bytes)
 
     def starts(self) -> None:
-        """It starts to run: what it reads is there."""
+        """Start measuring the operator, whose inputs are resident now."""
         if self._counted and self._cycle is not None and self._cycle.watched:
             self._watcher.begin()
 
     def after(self, operator: Operator, reads: Iterable[Node], made: Sequence[Node], cost_ns: int) -> None:
-        """It has run, and ``made`` these storages, versions of storages among them."""
+        """Record the operator after it ran; ``made``: its new nodes, including new versions of storages."""
         cycle = self._cycle
         if cycle is None or not self._counted:
             return
@@ -120,12 +120,12 @@ class Foresight:
         self._watcher.evicted(node.size_bytes)
 
     def close(self) -> None:
-        """The run ends: whoever ends it brings back what is held, and asks to ``learn`` once that is done."""
+        """End the current cycle with the run. The caller restores held storages, and calls ``learn`` afterwards."""
         if self._cycle is not None:
             self._end()
 
     def learn(self) -> None:
-        """Judge the plan of the cycle that has ended, and plan it, if that is to be done."""
+        """Judge the plan that the ended cycle followed, and plan the cycle if needed."""
         ended, self._ended = self._ended, None
         if ended is None:
             return
@@ -137,7 +137,7 @@ class Foresight:
             self.habits.learn(ended.cycle, ended.room_bytes, rebuild_ns)
 
     def forget(self) -> None:
-        """The cycle was interrupted, at any point; nothing of the memory is touched."""
+        """Drop the state of the current cycle, for instance after an interruption at any point. Leaves the memory untouched."""
         self._cycle = self._followed = self._follower = None
         self._made = []
         self._backward = False
@@ -155,7 +155,7 @@ class Foresight:
         return self._cycle
 
     def _end(self) -> None:
-        """Of the cycle, after what its plan says is to be done then."""
+        """End the cycle, after the plan's actions for its end."""
         cycle, followed = self._cycle, self._followed
         assert cycle is not None
         self.memory.release_dead()
@@ -176,7 +176,7 @@ class Foresight:
             self._ended = _Ended(self._rebuild_ns, by_plan, cycle, self._room_bytes)
 
     def _recognize(self, cycle: Cycle, place: int) -> None:
-        """Follow the plan of a known cycle that goes on as this one does, or none."""
+        """Follow the plan of a known cycle with the same operators so far, or none."""
         followed = self._followed
         if followed is not None and place < len(followed.keys) and followed.keys[place] == cycle.keys[place]:
             return
@@ -187,8 +187,8 @@ class Foresight:
             self._follower = Follower(guide, self.memory, self.rebuilder, self._made)
 
     def _act(self, place: int) -> None:
-        """Do what the plan says before this operator; where there is no room for it, or it takes far longer than the rules did,
-        leave the plan."""
+        """Perform the plan's actions before this operator. Leave the plan if there is no room for them, or if rebuilds take far
+        longer than they did without a plan."""
         if self._follower is None or self._followed is None:
             return
         rebuild_ns = self.memory.counters.rematerialize_ns - self._rebuild_ns
@@ -203,14 +203,14 @@ class Foresight:
             self._leave()
 
     def _leave(self) -> None:
-        """What comes is not planned."""
+        """Stop following the plan."""
         if self._follower is not None:
             self._follower.end()
         self._followed = self._follower = None
 
 
 class _Watcher:
-    """How much memory an operator takes: the most that was allocated above the level at its start, had nothing been evicted
+    """Measures an operator's memory: the peak above the level at its start, as if nothing had been evicted
     meanwhile."""
 
     def __init__(self, memory: Memory) -> None:
@@ -219,7 +219,7 @@ class _Watcher:
         self._start_bytes = self._evicted_bytes = self._peak_bytes = 0
 
     def begin(self) -> None:
-        """An operator starts to run."""
+        """Start measuring an operator."""
         self.forget()
         self._window = PeakWindow(self.memory.meter)
         self._start_bytes = self._window.start_bytes
@@ -231,7 +231,7 @@ class _Watcher:
             self._window = PeakWindow(self.memory.meter)
 
     def end(self) -> int:
-        """The operator has run: the peak."""
+        """Stop measuring, and return the operator's peak in bytes."""
         assert self._window is not None
         self._note(self._window)
         peak_bytes = self._peak_bytes

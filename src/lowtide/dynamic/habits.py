@@ -1,4 +1,4 @@
-"""The cycles that a program was seen to go through, and their plans: for all entries into one context."""
+"""The known cycles of a program and their plans, shared by all entries into one context."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ PLANNING = ("background", "wait", "never")
 _FIRST, _BETTER = "auto{effort=1}", "auto"
 _AT_ONCE = 1500  # operators: a longer cycle has no plan before a search in the background has found one
 _MOST_PLANS, _MOST_SEEN, _MOST_ROOMS, _MOST_WAITING = 64, 4096, 4, 16
-_UNUSED = 256  # cycles, after which another one may have the place of a plan
-_WORSE = 2.0  # times what rebuilds took without a plan; less may be noise
-_FAR_WORSE, _NOTICED_NS = 8.0, 100_000_000  # the same in the midst of a cycle, and time that is worth it
-_MORE = 1.05  # times the room that was planned for, from which another plan is worth a search
-# Of the room: a program may take a little more of it from step to step, for the losses that it keeps, say.
+_UNUSED = 256  # cycles after which a plan not used may be replaced
+_WORSE = 2.0  # factor on rebuild time without a plan above which a plan is dropped; less may be noise
+_FAR_WORSE, _NOTICED_NS = 8.0, 100_000_000  # the same in mid-cycle, and the least rebuild time that counts
+_MORE = 1.05  # factor on the room planned for from which a new plan is worth a search
+# Share of the room left as slack: a program may take a little more in each step, for instance for losses it keeps.
 _SLACK = 0.01
-_WATCHED = 8  # cycles after one that was not known
+_WATCHED = 8  # number of cycles watched after an unknown one
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A cycle that was planned, for each of the ``rooms`` beside what could not be evicted in its beginning. ``used``: the
-    number of the cycle in which it came last."""
+    """A planned cycle. ``rooms``: the bytes it was planned for, those free or evictable at its start. ``used``: number of the
+    cycle in which it came last."""
 
     keys: list[Key]
     used: int = 0
@@ -43,27 +43,27 @@ class Known:
     rules_ns: int = 0  # the longest that rebuilds took without a plan
 
     def judge(self, guide: Guide, rebuild_ns: int) -> None:
-        """A plan was followed, and its rebuilds took that long: with far more than the rules took, it is followed no more."""
+        """Drop a followed plan if its rebuilds took more than ``_WORSE`` times as long as without a plan."""
         if rebuild_ns > _WORSE * self.rules_ns:
             self.guides = [one for one in self.guides if one is not guide]
 
     def is_far_off(self, rebuild_ns: int) -> bool:
-        """Whether rebuilds of a cycle that is under way took so long that its plan is no good."""
+        """Whether rebuilds in the running cycle have taken so long that its plan should be left."""
         return rebuild_ns > max(_FAR_WORSE * self.rules_ns, _NOTICED_NS)
 
     def guide(self, room_bytes: int | None) -> Guide | None:
-        """The quickest plan that fits into so much room, if there is one."""
+        """Return the plan with the least rebuild time that fits the room, or ``None``."""
         fitting = [one for one in self.guides if room_bytes is None or one.peak_bytes <= (1 + _SLACK) * room_bytes]
         return min(fitting, key=lambda one: one.rebuild_ns, default=None)
 
     def is_planned_for(self, room_bytes: int) -> bool:
-        """Whether there is nothing to be had by planning for so much room."""
+        """Whether the cycle was planned for about this room, or for ``_MOST_ROOMS`` already."""
         near = any(room_bytes / _MORE <= room <= (1 + _SLACK) * room_bytes for room in self.rooms)
         return near or len(self.rooms) >= _MOST_ROOMS
 
 
 class Searches:
-    """Searches for better plans: one at a time, the latest first, those for what is forgotten not at all."""
+    """Background searches for better plans: one at a time, latest request first; those for forgotten cycles are dropped."""
 
     def __init__(self) -> None:
         self._waiting: list[_Search] = []
@@ -73,7 +73,7 @@ class Searches:
         self._waiting = [*self._waiting[1 - _MOST_WAITING :], search]
 
     def exchange(self, known: Sequence[Known]) -> None:
-        """Put in force what was found meanwhile, and go on to the next one."""
+        """Take the plan found meanwhile, and start the next search if none is running."""
         if self._current is not None:
             one, search = self._current
             ended = search.ended
@@ -99,7 +99,7 @@ class Searches:
 
 @dataclass(slots=True, eq=False)
 class _Search:
-    """For a better plan than ``plan``, or the first one, that takes less than ``rebuild_ns``."""
+    """Search for a first plan, or a better one than ``plan``, that rebuilds for at most ``rebuild_ns``."""
 
     known: Known
     cycle: CycleGraph
@@ -109,24 +109,24 @@ class _Search:
     guide: Guide | None = None
 
     def begin(self) -> BackgroundSearch[Guide]:
-        """Where there is no plan yet, for one that is found soon."""
+        """Start the search; with little effort if there is no plan yet."""
         request = self.request if self.plan is not None else replace(self.request, planner=_FIRST)
         return BackgroundSearch(request, self.plan, functools.partial(Guide.of, self.cycle))
 
     def further(self, plan: Plan | None) -> list[_Search]:
-        """What follows where it has ended with this plan: the search for better ones than the first."""
+        """Return the follow-up searches: after a first plan, one for better plans."""
         is_first = self.plan is None and plan is not None
         return [replace(self, plan=plan)] if is_first else []
 
     def take(self, guide: Guide | None) -> None:
-        """Put this plan in the place of the one before, if it is worth following."""
+        """Replace the previous guide by this one if it rebuilds for at most ``rebuild_ns``."""
         if guide is not None and guide.rebuild_ns <= self.rebuild_ns:
             self.known.guides = [*(one for one in self.known.guides if one is not self.guide), guide]
             self.guide = guide
 
 
 class Habits:
-    """``evicted``: whether anything ever was; ``watch_left``: how many cycles are watched unless another surprise comes."""
+    """Known cycles. ``evicted``: whether anything ever was; ``watch_left``: cycles still to watch if no unknown one comes."""
 
     def __init__(self, planning: str) -> None:
         self.planning = planning
@@ -138,11 +138,11 @@ class Habits:
         self._cycles = 0
 
     def exchange(self) -> None:
-        """Put in force what was found meanwhile."""
+        """Take plans found meanwhile in the background."""
         self.searches.exchange([*self.known.values()])
 
     def find(self, keys: Sequence[Key], room_bytes: int | None) -> tuple[Known, Guide] | None:
-        """A cycle that begins like this, the latest first, and its plan for so much room."""
+        """Return the latest known cycle with these first keys and its plan for the room, or ``None``."""
         for known in reversed(self.known.values()):
             if known.keys[: len(keys)] == keys:
                 guide = known.guide(room_bytes)
@@ -151,7 +151,7 @@ class Habits:
         return None
 
     def ended(self, cycle: Cycle, *, as_known: bool) -> None:
-        """A cycle has ended, all of it ``as_known``; after one that was not, some more are watched."""
+        """Count an ended cycle. ``as_known``: it repeated a known one to its end; if not, the next ones are watched."""
         self._cycles += 1
         self.watch_left = max(0, self.watch_left - 1) if as_known else _WATCHED
         known = self.known.get(cycle.name)
@@ -160,7 +160,7 @@ class Habits:
             self.known.move_to_end(cycle.name)
 
     def is_to_be_planned(self, cycle: Cycle, room_bytes: int | None) -> bool:
-        """Whether the cycle came before, and has no plan for so much room. It counts as seen from now on."""
+        """Whether to plan the cycle: it came before and was not planned for such room. Marks it as seen."""
         if room_bytes is None or int((1 - _SLACK) * room_bytes) < 1 or not cycle.keys or cycle.cut:
             return False
         known = self.known.get(cycle.name)
@@ -177,7 +177,7 @@ class Habits:
         return wanted and before and len(cycle.performed) == len(cycle.keys)
 
     def learn(self, cycle: Cycle, room_bytes: int, rebuild_ns: int) -> None:
-        """Plan a cycle that was watched, whose rebuilds took that long."""
+        """Plan a watched cycle, whose rebuilds took ``rebuild_ns``."""
         known = self.known.setdefault(cycle.name, Known(cycle.keys, self._cycles))
         known.rooms.append(room_bytes)
         known.rules_ns = max(known.rules_ns, rebuild_ns)

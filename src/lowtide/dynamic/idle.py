@@ -1,8 +1,8 @@
-"""What was rebuilt for others and is not needed any more, where a program goes on above its budget.
+"""Evicts intermediates of rebuilds that are no longer needed, when a program runs above its budget.
 
-There nothing else is evicted, since computing again took most of the time: what the program lets go and what it reads again is
-all that changes. What was rebuilt on the way to something else stays as long as that could go again, so that it piled up to all
-that a step computes in its course. Where all that is computed from it is there, it goes without being missed.
+In that state nothing else is evicted, since recomputation took most of the time. A storage that was rebuilt only to compute
+others is otherwise kept as long as one of those could be evicted again, so that they would pile up to everything that a step
+computes. If everything computed from it is resident, it can be evicted without being missed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from lowtide.dynamic import statistics
 from lowtide.dynamic.node import Node
 from lowtide.memory.allocators import Meter
 
-_PARTS = 16  # of the budget; by one of them the level rises until idle storages are looked for again
+_PARTS = 16  # share of the budget by which the level rises before the next search
 
 
 class Rebuilt(Protocol):
-    """What is asked of the memory of a run."""
+    """The part of ``Memory`` that is used here."""
 
     intermediates: dict[Node, None]
     meter: Meter
@@ -26,17 +26,17 @@ class Rebuilt(Protocol):
 
 
 class Idle:
-    """Finds such storages now and then, not for each allocation. ``budget_bytes``: above what was there before."""
+    """Evicts idle storages from time to time, not at each allocation. ``budget_bytes``: above the level on entry."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._step_bytes = budget_bytes // _PARTS
         self._from_bytes = 0
 
     def evict(self, memory: Rebuilt) -> bool:
-        """Empty them; whether there were any."""
+        """Evict idle storages if the level has risen enough; return whether any were evicted."""
         level_bytes = memory.meter.level_bytes
         if level_bytes < self._from_bytes:
-            # Other threads may have let go of much.
+            # Other threads may have freed much.
             self._from_bytes = min(self._from_bytes, level_bytes + self._step_bytes)
             return False
         idle = [

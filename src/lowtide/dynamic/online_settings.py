@@ -1,4 +1,4 @@
-"""What a context of the online mode was asked for, and what all times that it is entered share."""
+"""Settings of a context of the online mode, and the state shared by all entries into it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lowtide.dynamic.rebuild import Experience
 
 @dataclass(frozen=True, slots=True)
 class OnlineSettings:
-    """The arguments of ``lowtide.online``, checked. ``habits``: what is known of the program; ``None``: nothing is planned.
-    All times that the context is entered share ``observed``, what is known of its operators' memory, ``operators``, them by the
-    addresses of overloads that they hold, and ``experience`` of rebuilds. ``may_exceed``: where nothing more can be evicted,
-    the program goes on above the budget; or, with ``refuses_once``, does after an error."""
+    """The checked arguments of ``lowtide.online``. ``habits``: known cycles and plans, ``None`` to plan nothing. All entries
+    into the context share ``habits``, ``observed`` (measured costs of operators), ``operators`` (by the ``id`` of their
+    overloads, which they keep alive) and ``experience`` of rebuilds. ``may_exceed``: go on above the budget if nothing more
+    can be evicted; ``refuses_once``: do so only after a first budget error."""
 
     budget_bytes: int
     heuristic: str

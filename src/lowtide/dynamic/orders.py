@@ -1,7 +1,7 @@
-"""Orders in which calls can be made again within little memory, found by the planners of graphs.
+"""Searches for orders of calls that rebuild storages within little memory, by the planners for graphs.
 
-A training step asks the same of every other one, so what was found is kept by the structure of what was asked: the calls,
-what they read of each other, and sizes.
+Training steps repeat the same rebuilds, so orders are cached by the structure of the request: the calls, which results they
+read of each other, and sizes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from lowtide.dynamic.node import Node
 from lowtide.dynamic.plan import Rematerialization
 
 _KEPT = 1024  # structures
-_NEAR = 0.95  # what was found for so much of the room is as good as what would be found for all of it
+_NEAR = 0.95  # an order found for this share of the room is reused without a new search
 
 _Structure = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class _Found(NamedTuple):
-    """A sequence, its peak, and the room for which it was searched."""
+    """A found sequence, its peak, and the room it was searched for."""
 
     peak_bytes: int
     room_bytes: int
@@ -28,7 +28,7 @@ class _Found(NamedTuple):
 
 
 class OrderCache:
-    """Orders by the structure of what was asked."""
+    """Cache of found orders by the structure of the request."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[_Structure, list[_Found]] = OrderedDict()
@@ -39,9 +39,9 @@ class OrderCache:
     def within(
         self, room_bytes: int, calls: Sequence[Rematerialization], targets: Sequence[Node]
     ) -> list[Rematerialization]:
-        """A sequence of ``calls``, which come in program order, some of them several times.
+        """Return a sequence of ``calls`` (given in program order), possibly with repetitions, that fits ``room_bytes``.
 
-        Of the lowest peak that was found where none was found within ``room_bytes``.
+        If none is found that fits, returns the one with the lowest peak.
         """
         structure = _structure(calls, targets)
         known = self._known.setdefault(structure, [])
@@ -58,7 +58,7 @@ class OrderCache:
 
 
 def _structure(calls: Sequence[Rematerialization], targets: Sequence[Node]) -> _Structure:
-    """Of each call: its scratch, the places of what it reads, the sizes of what it makes. Last, the places of the targets."""
+    """Return the cache key: per call its scratch, the indices of its inputs and sizes of its results; last, the targets'."""
     place = {node: number for number, node in enumerate(node for call in calls for node in call.makes)}
     rows = [
         (

@@ -1,8 +1,8 @@
-"""How evicted nodes are rebuilt: which calls are made again, in which order, and when each result may go.
+"""Plans for rebuilding evicted nodes: which calls to run again, in which order, and when to release each result.
 
-A sequence of calls says all: a result lives from its call to the last call that reads it before it is made again, and a
-call whose results nobody reads is left out. What is still in memory may be *given*: it then takes the place of what its
-first call would make, and is held until the last read.
+A sequence of calls determines a plan: a result lives from its call to the last call that reads it before it is made again,
+and a call whose results nobody reads is left out. Nodes still in memory may be *given*: a given node replaces the result of
+its first call, and is held until its last read.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from lowtide.dynamic.node import Node, OperatorCall
 from lowtide.errors import ExecutionError
 
-_PARTS = 16  # in which it is tried to hold what is there
+_PARTS = 16  # parts into which resident nodes are divided at most when choosing which to hold
 
 
 class Rematerialization:
-    """Making a recorded call again, as plans see it.
+    """The rerun of a recorded call, as plans see it.
 
-    ``reads`` and ``makes``: without what stays where it is whatever is planned. ``bytes``: of all results. ``scratch_bytes``:
-    what it takes on top while it runs, as far as that is known. Calls are ordered as they were made.
+    ``reads`` and ``makes`` omit nodes that stay in memory under any plan. ``bytes``: of all results. ``scratch_bytes``: known
+    extra memory while it runs. Instances are ordered as the calls were first made.
     """
 
     __slots__ = ("bytes", "cost_ns", "makes", "reads", "recorded", "scratch_bytes", "serial")
@@ -46,10 +46,10 @@ def _stays(node: Node) -> bool:
 def calls_behind(
     targets: Iterable[Node], scratch_bytes: Callable[[OperatorCall], int], *, deep: bool = False
 ) -> tuple[list[Rematerialization], dict[Node, None]]:
-    """The calls from which ``targets`` follow: back to what is there or, ``deep``, to what cannot be computed again.
+    """Return the calls that compute ``targets``: back to resident nodes or, if ``deep``, to nodes that stay in memory.
 
-    Each after those that it needs, late ones' needs first, each just before it is first read. Beside them, what is in memory
-    now and may go.
+    Each call follows those that it needs, just before it is first read; inputs made late come first. Also returns the nodes
+    that are resident now and may be evicted.
     """
     calls: dict[OperatorCall, Rematerialization] = {}
     there: dict[Node, None] = {}
@@ -88,7 +88,7 @@ def latest_first(nodes: Iterable[Node]) -> list[Node]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RebuildStep:
-    """A call, what is wanted of its results, what is read by it for the last time, and what all takes up during it."""
+    """A call: the results to hold (``makes``), the inputs read for the last time (``done``), and the bytes held during it."""
 
     call: Rematerialization
     makes: tuple[Node, ...]
@@ -98,7 +98,7 @@ class RebuildStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RebuildPlan:
-    """``given`` is held from the start. ``peak_bytes``: of all that is given or made, nothing else counted."""
+    """Steps of a rebuild. ``given`` is held from the start. ``peak_bytes`` counts only given and made nodes, and scratch."""
 
     given: tuple[Node, ...]
     steps: tuple[RebuildStep, ...]
@@ -108,7 +108,7 @@ class RebuildPlan:
 def make_plan(
     sequence: Sequence[Rematerialization], targets: Iterable[Node], given: Collection[Node] = ()
 ) -> RebuildPlan:
-    """What is left of ``sequence`` if ``given`` is there; of that, what is not read is not held."""
+    """Return the plan for ``sequence`` with calls replaced by ``given`` nodes left out; unread given nodes are not held."""
     first: dict[Node, int] = {}
     if given:
         for index in range(len(sequence) - 1, -1, -1):
@@ -138,9 +138,9 @@ def make_plan(
 def with_what_is_there(
     sequence: Sequence[Rematerialization], targets: Sequence[Node], there: Iterable[Node], room: int
 ) -> RebuildPlan:
-    """The plan that holds as much of what is there as fits into ``room`` bytes, late results before early ones.
+    """Return a plan that holds as many of the resident nodes ``there`` as fit into ``room`` bytes, latest results first.
 
-    It may exceed the room all the same: then by no more than if it held nothing.
+    It may exceed the room, but then by no more than if it held none of them.
     """
     latest = latest_first(there)
     plan = make_plan(sequence, targets, set(latest))

@@ -1,4 +1,4 @@
-"""What a live run has done so far, and the clock that it is timed by."""
+"""Counters of an online run, and its clock."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ now_ns = time.perf_counter_ns
 
 @dataclass(slots=True)
 class OnlineStatistics(Shown):
-    """What a context did. Times in nanoseconds of wall time; bytes above the level at which the context was entered.
+    """Counters of a context. Times in nanoseconds of wall time; bytes above the level at which the context was entered.
 
-    ``operators`` and ``operator_ns``: run for the program, recomputation not counted. ``copies``: old contents kept because
-    what had been computed from them could not be rebuilt before they changed. ``followed``: of the operators, those that ran
-    where a plan said what goes and what comes back; ``planned_evictions``: of the evictions, those that a plan said.
+    ``operators`` and ``operator_ns``: the program's own operators, without recomputation. ``copies``: old contents kept because
+    their dependents could not be rebuilt before they were overwritten. ``followed``: of the operators, those that ran under a
+    plan; ``planned_evictions``: of the evictions, those made by a plan.
     """
 
     budget_bytes: int = 0
@@ -42,8 +42,8 @@ class OnlineStatistics(Shown):
         return 100.0 * (self.evict_ns + self.rematerialize_ns) / max(self.operator_ns, 1)
 
     def hardly_goes_on(self, began_ns: int | None) -> bool:
-        """Whether a program computes again for many times as long as its operators take, and for some seconds. ``began_ns``:
-        since when, if it does so now."""
+        """Whether recomputation has taken ``_MOST_AGAIN`` times the operators' time plus ``_GRACE_NS``. ``began_ns``: start of
+        the rebuild under way, if any."""
         more_ns = 0 if began_ns is None else now_ns() - began_ns
         return self.rematerialize_ns + more_ns > _GRACE_NS + _MOST_AGAIN * self.operator_ns
 
@@ -66,7 +66,7 @@ class OnlineStatistics(Shown):
         }
 
     def since(self, before: OnlineStatistics, budget_bytes: int, peak_bytes: int) -> OnlineStatistics:
-        """What has been counted since ``before``, in a context of this budget and peak."""
+        """Return the counts since ``before``, for a context of this budget and peak."""
         names = [field.name for field in dataclasses.fields(self)][2:]
         counts = [getattr(self, name) - getattr(before, name) for name in names]
         return OnlineStatistics(budget_bytes, peak_bytes, *counts)

@@ -26,8 +26,8 @@ class Entry:
     resident: bool = False
     evicted: bool = False
     position: int = -1  # in the pool's list of residents
-    component: Component | None = None  # where evicted storages are joined
-    charged_ns: int = 0  # what the entry added to its component
+    component: Component | None = None  # the component of evicted storages that it belongs to
+    charged_ns: int = 0  # cost that the entry added to its component
     known_ns: int = -1  # the cost of the exact neighbourhood, where it is known
 
 
@@ -41,7 +41,7 @@ class Component:
     size: int = 1
 
     def find(self) -> Component:
-        """The leader; the way there is halved."""
+        """Return the leader of the component, halving the path to it."""
         here = self
         while (above := here.leader) is not None:
             if above.leader is None:

@@ -1,4 +1,4 @@
-"""The storages of a running program: which are there, which were evicted, and which to evict next.
+"""The pool of a running program's storages: which are resident or evicted, and which to evict next.
 
 The clock is logical: it advances by the cost of every operator, so that staleness does not depend on the machine. A choice
 is linear in the resident storages; with ``sample`` it is their root, over a random sample of that many.
@@ -21,7 +21,7 @@ Allowed = Callable[[Entry], bool]
 
 
 class Pool:
-    """``bytes`` of the resident entries, and the clock. Raises ``LowtideError`` for an unknown heuristic."""
+    """Resident entries, their ``bytes``, and the logical clock. Raises ``LowtideError`` for an unknown heuristic."""
 
     def __init__(
         self, *, heuristic: str = "dtr-eq", sample: bool = False, skip_small: bool = False, seed: int = 0
@@ -41,17 +41,17 @@ class Pool:
         return iter(self._there)
 
     def tick(self, cost_ns: int, read: Iterable[Entry] = ()) -> None:
-        """An operator has run, and has read these."""
+        """Advance the clock by an operator's cost, and mark the entries that it read as accessed."""
         self.clock_ns += cost_ns
         for entry in read:
             entry.accessed_ns = self.clock_ns
 
     def touch(self, entry: Entry) -> None:
-        """The entry was read or written."""
+        """Mark the entry as accessed now."""
         entry.accessed_ns = self.clock_ns
 
     def enter(self, entry: Entry) -> None:
-        """The entry was computed, for the first time or again."""
+        """Add a computed entry, on its first computation or after a rebuild."""
         if entry.evicted:
             self.add(entry)
             return
@@ -60,25 +60,25 @@ class Pool:
         self._arrive(entry)
 
     def add(self, entry: Entry) -> None:
-        """The entry was computed again."""
+        """Mark the entry as resident after recomputation."""
         if entry.evicted:
             entry.evicted = False
             self._neighbourhood.restore(entry)
         self._arrive(entry)
 
     def evict(self, entry: Entry) -> None:
-        """The entry is gone, until someone reads it."""
+        """Mark the entry as evicted."""
         self._leave(entry)
         entry.evicted = True
         self._neighbourhood.evict(entry)
 
     def charge(self, entry: Entry, cost_ns: int) -> None:
-        """Computing the entry again costs something else than was thought."""
+        """Change the entry's recomputation cost."""
         entry.cost_ns = cost_ns
         self._neighbourhood.charge(entry)
 
     def resize(self, entry: Entry, size: int) -> None:
-        """The entry takes up more or less memory."""
+        """Change the entry's size."""
         resident = entry.resident
         if resident:
             self._leave(entry)
@@ -87,7 +87,7 @@ class Pool:
             self._place(entry)
 
     def link(self, entry: Entry, parents: Iterable[Entry]) -> None:
-        """Computing the entry again reads these too."""
+        """Add parents that recomputing the entry reads too."""
         fresh = [p for p in dict.fromkeys(parents) if p is not entry and p not in entry.parents]
         entry.parents = (*entry.parents, *fresh)
         for parent in fresh:
@@ -95,14 +95,14 @@ class Pool:
         self._neighbourhood.link(entry)
 
     def cut(self, entry: Entry) -> None:
-        """The entry can never be computed again."""
+        """Unlink the entry from its parents: it can never be recomputed."""
         self._neighbourhood.unlink(entry)
         for parent in entry.parents:
             parent.children.pop(entry, None)
         entry.parents = ()
 
     def forget(self, entry: Entry) -> None:
-        """The entry is gone for good: it leaves its parents and its children, who can not be computed from it again."""
+        """Remove the entry for good, from its parents and from its children, which it can no longer help to recompute."""
         if entry.resident:
             self._leave(entry)
         self.cut(entry)
@@ -114,7 +114,7 @@ class Pool:
             self._neighbourhood.restore(entry)
 
     def recover(self, entries: Iterable[Entry]) -> None:
-        """Start over from whether each entry is resident or evicted: a change was interrupted halfway."""
+        """Rebuild the pool's state from the entries' flags, after a change was interrupted halfway."""
         self._there, self.bytes, self._neighbourhood = [], 0, self._make_neighbourhood()
         entries = list(entries)
         for entry in entries:
@@ -126,11 +126,11 @@ class Pool:
                 self._neighbourhood.evict(entry)
 
     def neighbourhood_ns(self, entry: Entry) -> int:
-        """The cost of the entry's evicted neighbourhood, as the heuristic counts it."""
+        """Return the cost of the entry's evicted neighbourhood, as the heuristic counts it."""
         return self._neighbourhood.cost_ns(entry)
 
     def evictable_bytes(self) -> int:
-        """Of the resident entries that may be chosen."""
+        """Total bytes of the resident entries that are neither locked nor pinned."""
         return sum(entry.bytes for entry in self._there if not entry.locks and not entry.pinned)
 
     def victim(self, allowed: Allowed | None = None) -> Entry | None:

@@ -1,4 +1,4 @@
-"""From a schedule to something that runs."""
+"""Lowers a schedule to generated code that runs it."""
 
 from lowtide.lower.addresses import Addresses
 from lowtide.lower.eager import Lowered, Step, lower

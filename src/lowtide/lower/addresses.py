@@ -1,4 +1,4 @@
-"""The addresses of a schedule, compute by compute, as the arena takes them."""
+"""Tables of addresses for the arena, one row per compute step of a schedule."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lowtide.place import Layout
 from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
-_OUTSIDE = -1  # an offset
+_OUTSIDE = -1  # the offset of allocations outside the arena
 
 
 class ComputePlaces(NamedTuple):
-    """Where the tensors that a compute makes go, those that it makes a second time, and what it uses inside; an offset below
-    0 is outside of the arena. ``storages`` are those of ``tensors``."""
+    """Places of a compute's result tensors, of their second copies, and of its workspace; an offset below 0 is outside the
+    arena. ``storages`` are the storages of ``tensors``."""
 
     tensors: list[Place]
     second_copies: list[Place]
@@ -29,15 +29,15 @@ class ComputePlaces(NamedTuple):
 
     @property
     def is_ambiguous(self) -> bool:
-        """Whether two tensors cannot be told apart by their sizes."""
+        """Whether two result tensors have the same size, so that sizes cannot tell them apart."""
         sizes = [size for _, size in self.tensors]
         return len(set(sizes)) < len(sizes)
 
 
 @dataclass(slots=True, eq=False)
 class Addresses:
-    """A table in an arena, and what its rows are: ``computes[i]`` is the i-th compute of the schedule. ``block_bytes``: what
-    the arena must have for it; ``refused``, whether it could not get that."""
+    """A table of addresses in an arena; row ``computes[i]`` is for the i-th compute of the schedule. ``block_bytes``: block
+    size that the arena needs for it; ``refused``: whether it could not be reserved."""
 
     table: AddressTable
     computes: tuple[ComputePlaces, ...]
@@ -51,8 +51,8 @@ class Addresses:
         return cls(AddressTable(arena, [each[:3] for each in computes]), computes, layout.block_bytes, device)
 
     def reserve(self) -> None:
-        """Before a pass: a block that is large enough. Where there is no memory for one, the log says so, once, and what does
-        not lie in the arena's block lies where the allocator puts it."""
+        """Reserve a large enough block before a pass. If there is no memory for one, logs that once; tensors without a place in
+        the arena's block then go where the allocator puts them."""
         if self.refused:
             return
         with (
@@ -67,7 +67,7 @@ class Addresses:
 
 
 def places_of(layout: Layout) -> tuple[ComputePlaces, ...]:
-    """By compute of the schedule. Generator states have no places: they are the generators'."""
+    """Return the places of each compute of the schedule. Generator states have none: generators own them."""
     steps = layout.schedule.steps
     computes = {i: step for i, step in enumerate(steps) if isinstance(step, Compute)}
     found = {i: ComputePlaces([], [], (0, 0), ()) for i in computes}

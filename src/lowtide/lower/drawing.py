@@ -1,4 +1,4 @@
-"""Lines of generated code by which random operators draw again what they drew at first."""
+"""Generates code that makes recomputed random operators draw the same numbers as at first."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Target = Callable[..., Any]
 
 
 class Drawing:
-    """Of one schedule. ``constant`` gives an object a name in generated code."""
+    """State for one schedule. ``constant`` returns an object's name in generated code."""
 
     def __init__(self, program: Program, constant: Callable[[Any], str]) -> None:
         self.program = program
         self.constant = constant
-        self._noted: set[int] = set()  # about to run, after which it is noted what they drew
-        self._replayed: set[int] = set()  # about to run again
+        self._noted: set[int] = set()  # ops about to run, after which their draw is recorded
+        self._replayed: set[int] = set()  # ops about to be recomputed
 
     def saved(self, op: Op) -> str:
-        """The generator's state is kept for the operator, which runs next."""
+        """Return the line that saves the generator's state for the operator, which runs next."""
         device = self.program.metas[(*op.outputs, *op.inputs)[0]].device
         if self._form(op.id, self.program.calls[op.id].target) is not None:
             self._noted.add(op.id)
         return f"r{op.id} = {SAVE}({self.constant(generators.default_generator(device))})"
 
     def restored(self, op: int) -> None:
-        """The operator runs next, under that state."""
+        """Note that the operator is recomputed next, under its saved state."""
         self._replayed.add(op)
 
     def due(self, op: int, target: Target, arguments: list[str]) -> tuple[Target, list[str], str]:
-        """What runs for an operator, with which arguments, and under which condition: as given and under none, unless it runs
-        again; then from a generator of its own, if it takes one."""
+        """Return the target, arguments and code prefix to run an operator: unchanged and none on its first run; on a recompute,
+        with a generator of its own if its form takes one, else under the replayed state."""
         if op not in self._replayed:
             return target, arguments, ""
         self._replayed.discard(op)
@@ -45,7 +45,7 @@ class Drawing:
         return form, drawn, f"with r{op}.again() as g: "
 
     def ran(self, op: int) -> list[str]:
-        """After the operator."""
+        """Return the lines to run after the operator."""
         if op not in self._noted:
             return []
         self._noted.discard(op)

@@ -1,4 +1,4 @@
-"""From a schedule to a Python generator that runs it, operator by operator.
+"""Lowers a schedule to a Python generator that runs it, operator by operator.
 
 The generated function is one generator per call of the model::
 
@@ -7,11 +7,11 @@ The generated function is one generator per call of the model::
         v2 = mm(v0, v1)                    # forward program; a ``Free`` is a ``del``
         yield [v2.detach()]                # the forward outputs
         v3 = tangents[0]
-        v2 = mm(v0, v1)                    # a rematerialization is the call again
+        v2 = mm(v0, v1)                    # a recomputation repeats the call
         yield [v4]                         # gradients, as soon as they are final, group by group
 
-What the backward pass needs are the locals of the suspended generator, so saved tensors need no bookkeeping, every call
-has its own, and each is released where the schedule says.
+Tensors saved for the backward pass are locals of the suspended generator, so they need no bookkeeping, every call has its
+own, and each is released where the schedule says.
 """
 
 from __future__ import annotations
@@ -44,26 +44,24 @@ from lowtide.program.scalars import SCALARS
 
 Step = Generator[list[torch.Tensor], None, None]
 _FILES = itertools.count()
-# What takes a parameter as it has become meanwhile.
+# Targets that use the current contents of a parameter, changed since the forward pass or not.
 _AS_IT_IS = (OPTIMIZER_TARGET, FETCH_STATE_TARGET, SEND_GRADIENT_TARGET)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered:
-    """``step(inputs, tangents, written)`` is the generator above; ``inputs`` and ``tangents`` are lists that it empties.
+    """``step(inputs, tangents, written)`` is the generator above; it empties ``inputs`` and ``tangents``.
 
-    To ``written`` go the numbers of ops as they begin to update what was given. It is ``None`` where a forward pass runs again:
-    buffers have their new values, and checks their answers, already.
+    Op ids go to ``written`` as they begin to update inputs; ``None`` if a forward pass runs again: buffers and checks are done.
     ``gradient_groups[i]`` names the gradients of the i-th yield after the forward outputs; ``terms`` are, for each gradient,
     the flat input that it is of, and how many terms of the same came before it. ``tangents`` are the values of the gradients
     that arrive; ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not
-    update at the end of its forward pass, ``reads_after`` those of them that its backward pass reads, themselves or views of
-    them, ``reads_again`` those that operators of the forward pass read again in it, and ``reads_outputs`` the forward outputs
-    that it reads; ``reads_constants`` are the constants that the forward pass reads, each with whether the backward pass does.
-    ``at_once`` are the flat inputs that it updates in the midst of its forward pass, ``unseen`` all that it updates without a
-    new version, but for running statistics, which nothing computes with again. ``inner`` are forward outputs that others are
-    computed from. ``addresses``: where what is allocated goes, if there is an arena: reserved before a pass; whoever resumes
-    the generator ends the latest operator (``AddressTable.end``).
+    update at the end of its forward pass, ``reads_after`` those of them that its backward pass reads (or views of them),
+    ``reads_again`` inputs that recomputed forward ops read in it, ``reads_outputs`` the forward outputs that it reads;
+    ``reads_constants``: constants that the forward pass reads, each with whether the backward pass does. ``at_once``: inputs
+    updated in the midst of the forward pass; ``unseen``: all updated without a new version, but for running statistics, which
+    nothing reads again. ``inner``: forward outputs that others depend on. ``addresses``: the arena's, reserved before a pass;
+    the caller that resumes the generator ends the latest operator (``AddressTable.end``).
     """
 
     program: Program
@@ -93,8 +91,8 @@ def lower(
     *,
     beside: bool = False,
 ) -> Lowered:
-    """Generate and compile the step function of ``schedule``; with ``addresses``, what it allocates goes there. ``room``: in
-    the second memory, for a schedule that moves storages. ``beside``: collectives run beside computing, as in ``Costs``."""
+    """Generate and compile the step function of ``schedule``, which allocates at ``addresses``. ``room``: slots in the second
+    memory, for schedules that move storages. ``beside``: overlap collectives with compute, as in ``Costs``."""
     return _Generator(program, schedule, addresses, room, beside).lower()
 
 
@@ -148,7 +146,7 @@ class _Generator:
             self.lines.append(f"away = {self._constant(self._room().lease)}()")
 
     def _external_last_reads(self) -> dict[int, list[int]]:
-        """Values in storages that the schedule does not free, by the step that reads them last."""
+        """Return values in external storages, which the schedule does not free, by the step that reads them last."""
         last: dict[int, int] = {}
         for index, step in enumerate(self.schedule.steps):
             if isinstance(step, Compute):
@@ -232,12 +230,12 @@ class _Generator:
             self.under_way.begin(functools.partial(self._wait, op), made=changed, read=read)
 
     def _wait(self, op: Op) -> None:
-        """For a collective that was begun."""
+        """Wait for a collective that was begun, and bind its outputs."""
         self._assign(op, self.program.calls[op.id].positions, "", f"c{op.id}()")
         self.lines.append(f"del c{op.id}")
 
     def _assign(self, op: Op, positions: tuple[int, ...] | None, condition: str, expression: str) -> None:
-        """Bind the outputs that have no variable yet; a recomputed output that is still alive stays what it was."""
+        """Bind the outputs that have no variable yet; a recomputed output that is still alive keeps its tensor."""
         wanted = [v for v in op.outputs if v not in self.live and not self._left(v, op.id)]
         if op.target == UPDATE_TARGET:
             self.lines += [f"{condition}{expression}", *(f"v{value} = v{op.inputs[0]}" for value in wanted)]
@@ -252,7 +250,7 @@ class _Generator:
         self.live.update(wanted)
 
     def _tell_apart(self, op_id: int, storages: Iterable[int]) -> None:
-        """Say which of its tensors is which: they are of one size."""
+        """Tell the arena which result of the op is which, since some have the same size."""
         values = {self.graph.values[v].storage: v for v in self.graph.ops[op_id].outputs if v in self.live}
         names = (f"v{values[storage]}" if storage in values else "None" for storage in storages)
         self.lines.append(f"{self._constant(made)}({', '.join(names)})")
@@ -289,7 +287,7 @@ class _Generator:
         self.lines.append("yield out")
 
     def _reads_after(self, but: Collection[str] = (), again: bool = False) -> set[int]:
-        """What the backward program reads, without operators of the targets ``but``; or those of the forward pass alone."""
+        """Return the values read after the boundary, except by targets ``but``; with ``again``, by forward ops alone."""
         steps = self.schedule.steps[self.schedule.boundary :]
         ops = (self.graph.ops[step.op] for step in steps if isinstance(step, Compute))
         last = self.graph.forward_ops if again else len(self.graph.ops)
@@ -312,7 +310,7 @@ class _Generator:
         if key not in self._names:
             stem = (getattr(thing, "__name__", "") if callable(thing) else "").split(".")[0]
             self._names[key] = f"{stem if stem.isidentifier() else 'c'}_{len(self._names)}"
-            # Of an overload what it calls, without a call in Python around it.
+            # For an overload, the function that it calls, without a Python call around it.
             self.namespace[self._names[key]] = thing._op if type(thing) is torch._ops.OpOverload else thing
         return self._names[key]
 

@@ -1,4 +1,4 @@
-"""When each gradient leaves the backward program.
+"""Decides when each gradient leaves the backward program.
 
 A gradient is final after the last step that reads its storage, and leaves after the last that reads its parameter, which an
 optimizer may then change. Gradients leave in groups, so that autograd can accumulate them (and optimizers, hooks and reducers
@@ -29,8 +29,8 @@ class GradientGroup:
 
 
 def _final_steps(program: Program, schedule: Schedule) -> list[int]:
-    """For each gradient, the last step that computes or moves it, or touches its storage or that of what it is the gradient of;
-    for one that leaves in terms, not before the terms that come first."""
+    """Return, for each gradient, the last step that computes or moves it, or touches its storage or its input's storage; a
+    gradient that leaves in terms keeps the terms in order."""
     graph = program.graph
     last: dict[int, int] = {}
     for index, step in enumerate(schedule.steps):
@@ -51,7 +51,7 @@ def _final_steps(program: Program, schedule: Schedule) -> list[int]:
 
 
 def _after_frees(schedule: Schedule, index: int) -> int:
-    """The last of the ``Free`` steps that follow step ``index``: memory goes before control does."""
+    """Return the last of the ``Free`` steps directly after step ``index``, so that memory is freed before yielding."""
     while index + 1 < len(schedule.steps) and isinstance(schedule.steps[index + 1], Free):
         index += 1
     return index
@@ -61,7 +61,7 @@ def group_gradients(program: Program, schedule: Schedule) -> tuple[GradientGroup
     """Group the program's gradients in the order in which they become final."""
     steps = _final_steps(program, schedule)
     sizes = [program.metas[value].storage_bytes for _, value in program.gradients]
-    costs = byte_costs(program)  # without what operators use inside
+    costs = byte_costs(program)  # without workspaces
     levels = simulate(program.graph, costs, schedule).timeline.tolist()
     threshold = max(_LEAST_BYTES, sum(sizes) // _MOST_GROUPS)
     least = max(_LEAST_BYTES // 4, sum(sizes) // _MOST_EARLY_GROUPS)

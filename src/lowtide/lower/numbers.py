@@ -1,4 +1,4 @@
-"""Lines of generated code that compute the numbers which each call has other ones of (``program.scalars``)."""
+"""Generates code that computes the numbers that change from call to call (``program.scalars``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.program.scalars import Source, result_of
 
 
 class Numbers:
-    """Of one program. ``constant`` gives an object a name in generated code."""
+    """The changing numbers of one program. ``constant`` returns an object's name in generated code."""
 
     def __init__(self, program: Program, constant: Callable[[Any], str]) -> None:
         self._first = len(program.inputs)  # behind the flat inputs
@@ -22,7 +22,7 @@ class Numbers:
         return self._names.setdefault(source, f"n{len(self._names)}")
 
     def lines(self) -> Iterator[str]:
-        """With which the function begins."""
+        """Yield the first lines of the generated function, which compute the numbers."""
         for source, name in self._names.items():
             given = f"inputs[{self._first + source.number}].item()"
             computed = f"{self._constant(functools.partial(result_of, source.operations))}({given})"

@@ -1,4 +1,4 @@
-"""What a program shares with its caller: tensors that must stay as they are between its passes, or that it updates itself."""
+"""Tensors that a program shares with its caller: those that must not change between its passes, and those it updates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lowtide.program.layouts import memory_of
 
 
 def constants_read(program: Program, after: Collection[int]) -> tuple[tuple[int, bool], ...]:
-    """Constants whose memory the forward pass reads, each with whether the backward pass reads it, too: its storages are
-    ``after``. What the backward pass alone reads is as it is then, as in eager."""
+    """Return the constants whose memory the forward pass reads, each with whether the backward pass, which reads the storages
+    ``after``, does too. Constants read by the backward pass alone are read as they are then, as in eager."""
     graph, memory = program.graph, {value: memory_of(tensor) for value, tensor in program.constants.items()}
     read = {graph.values[value].storage for op in graph.ops[: graph.forward_ops] for value in op.inputs}
     storages = {value: graph.values[value].storage for value in program.constants}
@@ -20,8 +20,8 @@ def constants_read(program: Program, after: Collection[int]) -> tuple[tuple[int,
 
 
 def updated(program: Program) -> tuple[set[int], set[int], set[int]]:
-    """The storages that the program updates at the end of its forward pass, those that it does in the midst of it, to read
-    them as they are from then on (see ``capture.convert.updates``), and of both those without a new version."""
+    """Return the storages updated at the end of the forward pass, those updated in the midst of it and read as they are from
+    then on (see ``capture.convert.updates``), and of both those updated without a new version."""
     updates = [op for op in program.graph.ops if op.target == UPDATE_TARGET]
     storages = {op.id: program.graph.values[op.inputs[0]].storage for op in updates}
     last = {storages[op.id] for op in updates if not op.outputs}
@@ -30,7 +30,7 @@ def updated(program: Program) -> tuple[set[int], set[int], set[int]]:
 
 
 def inner_outputs(program: Program) -> tuple[int, ...]:
-    """Positions of forward outputs with a gradient that others with one depend on."""
+    """Return the positions of differentiable forward outputs on which other differentiable outputs depend."""
     results = [result.returned for result in program.results if result.requires_grad]
     outputs = program.graph.forward_outputs
     leading = {outputs[position] for position in results if position is not None}

@@ -1,4 +1,4 @@
-"""What is under way beside computing at a place of generated code, and who waits: by the rules of ``lowtide.ir.transfers``."""
+"""Tracks transfers and collectives in flight in generated code, and where to wait for them (``lowtide.ir.transfers``)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class _Begun(NamedTuple):
 
 
 class UnderWay:
-    """Transfers and collectives that were begun and not waited for, in their order."""
+    """Transfers and collectives begun and not yet waited for, in order."""
 
     def __init__(self) -> None:
         self._begun: list[_Begun] = []
 
     def begin(self, end: Callable[[], None], *, made: Iterable[int] = (), read: Iterable[int] = ()) -> None:
-        """Something makes storages and reads storages, until the lines that ``end`` writes have run."""
+        """Add an operation that makes and reads these storages until the lines that ``end`` writes have run."""
         self._begun.append(_Begun(end, frozenset(made), frozenset(read)))
 
     def settle(self, read: Iterable[int], written: Iterable[int] = ()) -> None:
-        """Wait for whatever makes storages that are ``read``, and for whatever makes or reads those that are ``written``, or
-        released."""
+        """Wait for operations that make storages about to be ``read``, and for those that make or read storages about to be
+        ``written`` or released."""
         written = frozenset(written)
         needed = written.union(read)
         self._end([one for one in self._begun if not (one.made.isdisjoint(needed) and one.read.isdisjoint(written))])

@@ -51,6 +51,6 @@ def new_arena(device: torch.device) -> Arena | None:
 
 
 def made(*tensors: torch.Tensor | None) -> None:
-    """Says which tensors the running operator has made, in the order of their places, while that is learned."""
+    """Tell the arena, while it learns, which tensors the running operator has made, in the order of their places."""
     if AddressTable.is_learning():
         AddressTable.made([0 if one is None else one.untyped_storage().data_ptr() for one in tensors])

@@ -1,4 +1,4 @@
-"""Python's collector of reference cycles, held back for a while."""
+"""Holds back or slows Python's collector of reference cycles for a while."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def collector_held() -> Iterator[None]:
 
 
 def thresholds() -> tuple[int, int, int]:
-    """Of the collector, as they are where it is not held."""
+    """Return the collector's thresholds as they are when it is not held."""
     return _before[0] if _before else gc.get_threshold()
 
 

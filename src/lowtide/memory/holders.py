@@ -1,4 +1,4 @@
-"""Who holds the memory of a device: found among all tensors that Python knows, for messages when it runs out."""
+"""Finds what holds a device's memory, among all tensors that Python tracks, for out-of-memory messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Holder(NamedTuple):
-    """What holds ``nbytes`` in so many ``storages``, with one of the tensors behind the largest of these."""
+    """A kind of holder: its ``nbytes`` in ``storages`` storages, and a tensor on the largest of these."""
 
     name: str
     nbytes: int
@@ -30,8 +30,8 @@ class Holder(NamedTuple):
 
 
 def holders(model: nn.Module, device: torch.device, inputs: Iterable[torch.Tensor] = ()) -> list[Holder]:
-    """Of the memory of ``device``: the model's parameters and buffers, their gradients, the states of all optimizers, the
-    ``inputs`` of a call, and all other tensors of the process. What belongs to several counts for the first."""
+    """Return the holders of ``device``'s memory: parameters and buffers, their gradients, states of all optimizers, ``inputs``
+    of the call, and all other tensors of the process. A storage held by several counts for the first."""
     objects = gc.get_objects()
     optimizers = [one for one in objects if issubclass(type(one), torch.optim.Optimizer)]
     seen: set[int] = set()
@@ -52,7 +52,7 @@ def holders(model: nn.Module, device: torch.device, inputs: Iterable[torch.Tenso
 
 
 def _holder(name: str, tensors: Iterable[object], device: torch.device, seen: set[int]) -> Holder:
-    """Of those whose storage is not among the ``seen``, which it is from now on."""
+    """Sum up the tensors whose storage is not in ``seen``, and add their storages to it."""
     nbytes, storages, largest, most = 0, 0, None, -1
     for one in tensors:
         if type(one) not in _PLAIN:  # what is made of others has no storage of its own

@@ -25,7 +25,7 @@ _UNKNOWN = 2**50  # bytes, where the system does not tell how much is free
 
 
 class HostMemory(SecondMemoryOf):
-    """Of ``device``, an accelerator."""
+    """Pinned host memory as the second memory of ``device``, an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -52,7 +52,7 @@ class HostMemory(SecondMemoryOf):
         return _UNKNOWN if free is None else free + sum(block.nbytes for block in [*self._free])
 
     def after(self, stream: torch.Stream) -> torch.Event:
-        """The point that ``stream`` has come to."""
+        """Record and return an event at the current end of ``stream``."""
         event = torch.Event(self.device)
         event.record(stream)
         return event

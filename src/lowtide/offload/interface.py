@@ -1,4 +1,4 @@
-"""What a second memory is to a generated step.
+"""The interface of second memories to generated steps.
 
 A pass leases room, and holds the lease as long as it lives. Each storage has a slot in it::
 
@@ -38,13 +38,13 @@ class Layout(NamedTuple):
         return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor on another storage."""
+        """Return the tensor of this layout on another storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The storage as a tensor of bytes."""
+    """Return the storage as a tensor of bytes."""
     return Layout(torch.uint8, 0, (storage.nbytes(),), (1,)).on(storage)
 
 
@@ -59,10 +59,10 @@ class Copy(abc.ABC):
 
     @abc.abstractmethod
     def left(self) -> None:
-        """Wait until all bytes are there. Raises ``ExecutionError`` where they could not be written."""
+        """Wait until all bytes are copied out. Raises ``ExecutionError`` if they could not be written."""
 
     def fetch(self) -> list[torch.Tensor]:
-        """The values, in new memory that begins to fill; nobody may use them before ``back``."""
+        """Return the values in new memory, which begins to fill; they must not be used before ``back``."""
         # Not by ``UntypedStorage``, which allocates elsewhere on the CPU.
         storage = torch.empty(self.bytes, dtype=torch.uint8, device=self.device).untyped_storage()
         self._begin(storage)
@@ -74,12 +74,12 @@ class Copy(abc.ABC):
 
     @abc.abstractmethod
     def back(self) -> None:
-        """Wait until what was fetched last has come. Raises ``ExecutionError`` where it could not be read, or is not what
-        was written."""
+        """Wait until the most recent fetch is complete. Raises ``ExecutionError`` if the bytes could not be read, or are not
+        those written."""
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Have the caller itself wait until no transfer is under way; for measurements."""
+        """Block the calling thread until no transfer is under way; for measurements."""
 
 
 class Lease(abc.ABC):
@@ -101,14 +101,14 @@ class SecondMemoryOf(abc.ABC):
 
     @abc.abstractmethod
     def lease(self, nbytes: int) -> Lease:
-        """Room for a pass. Raises ``ExecutionError`` where there is none."""
+        """Lease ``nbytes`` for a pass. Raises ``ExecutionError`` if there is no room."""
 
     @abc.abstractmethod
     def free_bytes(self) -> int:
-        """What it could still hold."""
+        """Return the bytes that the memory could still hold."""
 
     def identity(self) -> tuple[str, ...]:
-        """What else its bandwidth depends on, beside its name and the device."""
+        """Return what the bandwidth depends on beside name and device."""
         return ()
 
 
@@ -122,7 +122,7 @@ class Room:
     nbytes: int
 
     def lease(self) -> Lease:
-        """Room for one pass. Raises ``ExecutionError`` where there is none."""
+        """Lease room for one pass. Raises ``ExecutionError`` if there is none."""
         return self.opened().lease(self.nbytes)
 
 

@@ -17,8 +17,8 @@ _LOCK = threading.Lock()
 
 
 def open_memory(name: str, device: torch.device) -> SecondMemoryOf:
-    """The one second memory of that name for a device in this process. Raises ``PlanError`` where the device has none, and
-    ``ExecutionError`` where it cannot be opened."""
+    """Return this process's second memory of that name for a device. Raises ``PlanError`` if the device has none, and
+    ``ExecutionError`` if it cannot be opened."""
     check_second_memory(name)
     key = (name, device, os.getpid())
     if key in _OPEN:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# What a write into a view becomes: they copy the whole storage behind the view, whatever of it the view shows.
+# Functionalized writes into views: they copy the whole storage behind the view, not just the part that it shows.
 _COPIES_STORAGE = {
     "aten.copy.default",
     "aten.slice_scatter.default",
@@ -28,7 +28,7 @@ def copies_storage(target: Callable[..., Any]) -> bool:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a new tensor of this shape, with the last dimension closest together."""
+    """Return the strides of a contiguous tensor of this shape."""
     step, strides = 1, []
     for size in reversed(shape):
         strides.append(step)
@@ -37,12 +37,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_equivalent(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether the strides ``one`` and ``other`` put every element in the same place."""
+    """Whether the strides ``one`` and ``other`` address the same elements for this shape."""
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements fill a stretch of memory, each in a place of its own, in any order of the dimensions."""
+    """Whether the elements are non-overlapping and dense, with the dimensions in any order."""
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(strides, shape, strict=True) if size != 1):
         if step != expected:
@@ -52,33 +52,33 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether several elements along a dimension are one in memory."""
+    """Whether several elements along a dimension share one place in memory (an expanded dimension)."""
     return distinct_elements(shape, strides) != math.prod(shape)
 
 
 def distinct_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements there are in memory: an expanded dimension is read from one place."""
+    """Return the number of elements in memory, counting an expanded dimension once."""
     return math.prod(size if step or not size else 1 for size, step in zip(shape, strides, strict=True))
 
 
 def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """From the first element in memory to behind the last one; 0 for a tensor without elements."""
+    """Return the number of elements from the first in memory through the last; 0 for a tensor without elements."""
     reach = sum((size - 1) * abs(step) for size, step in zip(shape, strides, strict=True))
     return 0 if 0 in shape else 1 + reach
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The dimensions as they follow each other in memory, that of the longest steps first."""
+    """Return the dimensions in memory order, largest stride first."""
     return sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
 
 
 def stretch_of(tensor: torch.Tensor) -> torch.Tensor:
-    """From its first element to its last, all that lies in memory there, each once."""
+    """Return a flat view of all memory from the tensor's first element to its last."""
     return tensor.as_strided((span_elements(tensor.shape, tensor.stride()),), (1,))
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the same layout, an expanded one included."""
+    """Copy a tensor in the same layout, expanded dimensions included."""
     return stretch_of(tensor.detach()).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
@@ -100,14 +100,14 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hollow(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor in any layout, whose storage is empty."""
+    """Return a tensor in the given layout, whose storage is empty."""
     made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     made.untyped_storage().resize_(0)
     return made
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """By which tensors that share their memory are known."""
+    """Return a key that is equal for tensors sharing their memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse, or made of other tensors
@@ -115,5 +115,5 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What it is made of: itself, or the indices and values of a sparse one."""
+    """Return the strided parts of a tensor: itself, or the indices and values of a sparse COO tensor."""
     return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)

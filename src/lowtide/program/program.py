@@ -1,4 +1,4 @@
-"""A captured training program: the plain graph, and beside it what torch needs to run it.
+"""A captured training program: the plain graph, and the calls and layouts that torch needs to run it.
 
 The graph (``ir.Graph``) knows names, bytes and dependencies; this module adds, per op, the call that executes it and,
 per value, the layout of the tensor. Everything after capture (cost, lowering) reads these two columns.
@@ -18,7 +18,7 @@ from lowtide.program.results import GradientMask, Result
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for a tensor argument: the id of the value to pass."""
+    """Placeholder for a tensor argument: the id of the value to pass."""
 
     value: int
 
@@ -39,8 +39,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Layout of a value; ``storage_bytes`` is the size of the whole storage that it lives in. ``entries``: how many a sparse
-    tensor has, and whether these are coalesced."""
+    """Layout of a value. ``storage_bytes``: size of its whole storage. ``entries``: for a sparse tensor, the number of entries
+    and whether they are coalesced."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -88,9 +88,9 @@ class Program:
     sums: tuple[tuple[int, int], ...] = ()
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
-        """Whether both are the same operators on the same operands, with the same results, in the same order, wherever inputs
-        lie in their memory. ``held``: the ids of tensors in the model's attributes; other constants were made by the forward
-        pass, and are equal if their elements are."""
+        """Whether both programs have the same operators, operands and results in the same order, ignoring where inputs lie in
+        their storages. ``held``: ids of tensors in the model's attributes; other constants were made by the forward pass, and
+        are equal if their elements are."""
         pairs = [(tensor, other.constants.get(value)) for value, tensor in self.constants.items()]
         return (
             self.graph.without_names() == other.graph.without_names()
@@ -102,7 +102,7 @@ class Program:
 
     @property
     def kept_for_backward(self) -> tuple[int, ...]:
-        """Those of ``kept`` from whose first values something is computed that the backward pass reads."""
+        """The members of ``kept`` whose first values the backward pass depends on."""
         graph = self.graph
         outputs = graph.forward_outputs[len(graph.forward_outputs) - len(self.kept) :]
         behind = {value: {number} for value, number in zip(outputs, self.kept, strict=True)}
@@ -115,7 +115,7 @@ class Program:
         return tuple(number for number in self.kept if number in found)
 
     def _layouts(self) -> list[TensorMeta]:
-        """Those of all values. A batch that is cut out of a larger tensor begins elsewhere in that each time."""
+        """Return all layouts, without storage offsets of inputs: a batch sliced from a larger tensor starts anywhere in it."""
         given = {value for storage in self.graph.storages if storage.external for value in storage.values}
         return [
             replace(meta, storage_offset=0, storage_bytes=0) if value in given else meta

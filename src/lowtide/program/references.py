@@ -1,4 +1,4 @@
-"""Arguments of calls, in which references stand for tensors."""
+"""Maps over arguments of calls, in which references stand for tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lowtide.program.program import Ref
 
 
 def map_references(argument: Any, function: Callable[[Ref], Any]) -> Any:
-    """``argument`` with ``function(ref)`` in place of every ``Ref``, those in lists, tuples and dictionaries too."""
+    """Replace every ``Ref`` in ``argument`` by ``function(ref)``, also in lists, tuples and dictionaries."""
     return map_leaves(argument, Ref, function)
 
 
 def map_leaves(argument: Any, kind: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """``argument`` with ``function(leaf)`` in place of everything of that kind.
+    """Replace every leaf of type ``kind`` in ``argument`` by ``function(leaf)``.
 
-    Not a function inside of another one, which would refer to itself and keep tensors until garbage is collected.
+    Not a nested function, which would refer to itself and keep tensors until garbage is collected.
     """
     if isinstance(argument, kind):
         return function(argument)

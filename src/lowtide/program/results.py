@@ -1,4 +1,4 @@
-"""How a model's results come from the outputs of its program.
+"""Forms a model's results from the outputs of its program.
 
 Every result is an output of its own, so that its gradient arrives by itself, and the program sums those that arrive at several
 views of one tensor where eager's engine does. Autograd sees what it sees in eager, too: a result that is a view is one of an
@@ -92,7 +92,7 @@ class Result:
 def with_views(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], results: Sequence[Result]
 ) -> list[torch.Tensor]:
-    """The forward outputs, those that are views formed as such from what they are views of."""
+    """Return the forward outputs, with those that are views formed as views of their bases."""
     formed = list(outputs)
     for result in results:
         if result.returned is not None and result.view is not None:
@@ -139,7 +139,7 @@ def outputs_of(
 
 
 def bases(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that several of the results are views of, and that are no results themselves."""
+    """Return the tensors that several results are views of and that are not results themselves."""
     given = {memory_of(tensor) for tensor in inputs}
     found = [_base(tensor) for tensor in results if memory_of(tensor) not in given]
     times = collections.Counter(id(base) for base in found)
@@ -148,7 +148,7 @@ def bases(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> li
 
 
 def _argument(result: torch.Tensor, inputs: Sequence[torch.Tensor], given: Mapping[int, int]) -> int | None:
-    """The input that a result is or views. Not where the way from the one to the other has a backward of its own."""
+    """Return the number of the input that a result is or views; ``None`` if a custom backward lies between the two."""
     own = next((number for number, tensor in enumerate(inputs) if tensor is result), given.get(memory_of(result)))
     return None if own is None or _is_of_function(result, inputs[own]) else own
 
@@ -196,12 +196,12 @@ def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Ten
 
 
 def below(results: Sequence[torch.Tensor], known: Collection[Any] = frozenset()) -> set[Any]:
-    """The nodes of the autograd graph that these depend on, beside those that are known with all below them."""
+    """Return the autograd nodes that the results depend on, without those ``known`` with all below them."""
     return below_nodes((result.grad_fn for result in results), known)
 
 
 def below_nodes(nodes: Iterable[Any], known: Collection[Any] = frozenset()) -> set[Any]:
-    """These nodes and those that they depend on, beside those that are known with all below them."""
+    """Return these nodes and those that they depend on, without those ``known`` with all below them."""
     found: set[Any] = set()
     waiting: list[Any] = [*nodes]
     while waiting:
@@ -213,7 +213,7 @@ def below_nodes(nodes: Iterable[Any], known: Collection[Any] = frozenset()) -> s
 
 
 def unreached(inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The numbers of inputs that require a gradient and that no result depends on differentiably."""
+    """Return the numbers of inputs that require a gradient and that no result depends on differentiably."""
     asked = {i: one for i, one in enumerate(inputs) if one.requires_grad}
     known = below([result for result in results if result.requires_grad]) if asked else set()
     return tuple(i for i, one in asked.items() if torch.autograd.graph.get_gradient_edge(one).node not in known)

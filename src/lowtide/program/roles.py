@@ -1,4 +1,4 @@
-"""What the placeholders of a joint graph are, and what its output node returns: in ``meta["role"]``, of the latter a list.
+"""Roles of a joint graph's placeholders and outputs, in ``meta["role"]`` of their nodes; a list for the output node.
 
 Inputs and outputs are numbered in the order in which the traced function takes and returns them.
 """
@@ -15,7 +15,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Tangent:
-    """The gradient that arrives at an ``output``."""
+    """The gradient that arrives at an ``output`` (its tangent)."""
 
     output: int
 
@@ -27,14 +27,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the function has written into an ``input``."""
+    """The final contents of an ``input`` that the function has written to."""
 
     input: int
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradient of an ``input``, which has come in so many terms (``arrived``)."""
+    """The gradient of an ``input``, which arrived in ``arrived`` terms."""
 
     input: int
     arrived: int = field(default=1, kw_only=True, compare=False)
@@ -42,7 +42,7 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Term(Gradient):
-    """One of the ``count`` terms that a gradient is the sum of, in the order in which the engine adds them."""
+    """One of the ``count`` terms of a summed gradient, in the order in which the autograd engine adds them."""
 
     number: int
     count: int

@@ -44,7 +44,7 @@ Operations = tuple[Operation, ...]
 
 
 def result_of(operations: Iterable[Operation], value: Any) -> Any:
-    """What the operations, one after the other, make of a number."""
+    """Apply the operations to a number, one after the other."""
     return functools.reduce(lambda number, operation: operation(number), operations, value)
 
 
@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
 
 class FloatScalar(float):
-    """One that is a float."""
+    """A changing number that is a float."""
 
     source: Source
 
@@ -65,7 +65,7 @@ class FloatScalar(float):
 
 
 class IntScalar(int):
-    """One that is an integer."""
+    """A changing number that is an integer."""
 
     source: Source
 
@@ -88,7 +88,7 @@ class Taken(NamedTuple):
 
 
 def can_be_input(number: Any) -> bool:
-    """Whether a tensor can bring it."""
+    """Whether a tensor can carry the number: integers must fit into 64 bits."""
     return not isinstance(number, _WHOLE) or abs(int(number)) < 1 << 63
 
 
@@ -98,7 +98,7 @@ def plain_kind(kind: type) -> type:
 
 
 def as_tensor(number: Any) -> torch.Tensor:
-    """A changing number as a call brings it."""
+    """Wrap a changing number in a tensor, as a call passes it."""
     return torch.tensor(number, dtype=torch.int64 if isinstance(number, _WHOLE) else torch.float64, device="cpu")
 
 
@@ -159,7 +159,7 @@ def _is_sequence(argument: Any) -> bool:
 
 
 class _UnexplainedError(Exception):
-    """Two traces differ in what no number explains."""
+    """Two traces differ in a way that no changing number explains."""
 
 
 def _call(shown: Call, plain: Call, taken: Sequence[Taken]) -> Call:

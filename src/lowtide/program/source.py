@@ -1,4 +1,4 @@
-"""Where in the user's program an operator comes from."""
+"""Finds the place in the user's program that an operator comes from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def user_source() -> str:
-    """``file:line`` of the innermost frame outside torch, lowtide and the standard library, or an empty string."""
+    """Return ``file:line`` of the innermost frame outside torch, lowtide and the standard library, or an empty string."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
