@@ -1,4 +1,4 @@
-"""What the live mode has to know of an operator before it runs it, read from its schema once and kept."""
+"""Properties of operators that the online mode needs before it runs them, read once from their schemas."""
 
 from __future__ import annotations
 
@@ -98,17 +98,17 @@ class Operator:
         self.statistics, self.masks = name if name in WRITTEN else "", _MASKS.get(name, -1)
 
     def can_repeat(self, args: Sequence[Any], device: torch.device) -> bool:
-        """Whether a call with these arguments can be made again, and gives the same bits."""
+        """Whether a call with these arguments can be repeated and gives the same bits."""
         if self.masks >= 0 and args[self.masks] and args[self.masks + 1]:
             return False
         return not (self.once or self.writes or (self.differs and not repeats_all_bits(device)))
 
     def unread(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Positions that are written and never read: statistics in training, which are read and not written otherwise."""
+        """Return positions that are written and not read: running statistics in training (in evaluation they are only read)."""
         return written_positions(self.statistics, args)
 
     def with_generator(self, given: int) -> Operator | None:
-        """The form that takes a keyword ``generator`` beside ``given`` arguments without names, if there is one."""
+        """Return the overload with a keyword ``generator`` beside ``given`` positional arguments, or ``None``."""
         form = form_with_generator(self.overload, given)
         if form is None:
             return None
@@ -119,5 +119,5 @@ class Operator:
 
 
 def values_at(positions: tuple[Position, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments at these positions; ``None`` where one was left out."""
+    """Return the arguments at these positions; ``None`` for omitted ones."""
     return [kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None for at in positions]

@@ -1,4 +1,4 @@
-"""All that an online context changes in the process outside its own objects, and why.
+"""Patches that online contexts apply to the process outside their own objects, and why.
 
 While at least one context is active, in whichever thread, and once however many there are:
 
@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Access(enum.IntEnum):
-    """What follows: the bytes are read now, may be read later, may be written now, or later."""
+    """Kind of access to a tensor's bytes: read now, perhaps read later, perhaps written now, perhaps written later."""
 
     READ = 0
     EXPORT = 1
@@ -56,7 +56,7 @@ Materialize = Callable[[torch.Tensor, Access], Callable[[], None] | None]
 
 
 def uncompiled(function: _Function) -> _Function:
-    """``function`` itself, marked: Dynamo leaves it alone, with all that it calls.
+    """Mark ``function`` so that Dynamo skips it and everything that it calls; return it.
 
     Where a part of the program is compiled, Dynamo looks at every frame below it, and so at ours, which the dispatcher calls
     from there. PyTorch's own ``disable`` wraps a function in changes of thread state that an interrupt can leave undone; a
@@ -78,7 +78,7 @@ class UncompiledMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Patches:
-    """The changes, made at once and undone by ``remove``.
+    """The patches, applied on creation and undone by ``remove``.
 
     ``materialize(tensor, access)`` is called before each method of a tensor; what it returns is called when the array that
     shares the memory is gone. ``resized(storage)`` is called before a storage is. Threads run inside ``inside()``, called in
@@ -108,7 +108,7 @@ class Patches:
 
     @contextlib.contextmanager
     def threads_aside(self) -> Iterator[None]:
-        """Threads that the calling one starts inside run as they are."""
+        """Context in which threads started by the calling thread run unpatched."""
         self._own.starts = True
         try:
             yield
@@ -175,7 +175,7 @@ class _Own(threading.local):
 
 
 def _put_back(owner: Any, name: str, original: Any, ours: Any) -> None:
-    """The owner has what it had itself, ``None`` where it inherits the name; unless somebody else has replaced ours."""
+    """Restore the owner's attribute (``None``: it was inherited), unless somebody else has replaced our patch."""
     if owner.__dict__.get(name) is not ours:
         return
     if original is None:

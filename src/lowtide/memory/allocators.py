@@ -13,8 +13,8 @@ from lowtide.memory.device_allocator import arena_room
 
 
 class AcceleratorMeter:
-    """Of the allocator of one accelerator: bytes handed out, not those reserved. The allocator's own peak falls whenever
-    something is measured; ``peak_bytes`` does not. Of an arena, what lies in it is in the level, and all of it in the peak."""
+    """Meter of one accelerator's allocator: bytes handed out, not those reserved. The allocator's own peak is reset by each
+    measurement; ``peak_bytes`` is not. The level counts the tensors in an arena, the peak the whole arena."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -39,7 +39,7 @@ class AcceleratorMeter:
 
 
 class ReservedMeter:
-    """Of the memory that the CPU's allocator takes up: what it has handed out outside of arenas, and all arenas."""
+    """Meter of the memory that the CPU's allocator takes up: bytes handed out outside of arenas, and whole arenas."""
 
     def __init__(self, counter: cpu_allocator.AllocationCounter) -> None:
         self._counter = counter
@@ -90,7 +90,7 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 
 class PeakWindow(contextlib.AbstractContextManager["PeakWindow"]):
-    """The peak from now on until ``close``, above the level of now. Windows can lie inside each other, and close in any order.
+    """Measures the peak above the current level until ``close``. Windows can be nested, and closed in any order.
 
     ``peak_bytes`` and ``level_bytes`` are above ``start_bytes`` and have no meaning after ``close``.
     """
@@ -110,7 +110,7 @@ class PeakWindow(contextlib.AbstractContextManager["PeakWindow"]):
         return self.meter.level_bytes - self.start_bytes
 
     def close(self) -> None:
-        """Windows that were opened before this one see what they would have seen without."""
+        """End the window, so that windows opened before it see the peak they would have seen without it."""
         if self not in _OPEN:
             return
         later = self._later()
@@ -121,7 +121,7 @@ class PeakWindow(contextlib.AbstractContextManager["PeakWindow"]):
         _OPEN.remove(self)
 
     def _later(self) -> list[PeakWindow]:
-        """Those of the same meter that were opened since."""
+        """Return the open windows of the same meter that were opened after this one."""
         own = [one for one in _OPEN if one.meter is self.meter]
         return own[own.index(self) + 1 :]
 
@@ -133,16 +133,16 @@ _OPEN: list[PeakWindow] = []
 
 
 def round_up(nbytes: int, device: torch.device) -> int:
-    """What the device's allocator hands out for that many bytes: the CPU's what was asked for, others multiples of a size."""
+    """Return the bytes that the allocator hands out for a request: on the CPU the same, else a multiple of the granularity."""
     granularity = interface_of(device).granularity_bytes
     return nbytes if granularity == 1 else -(-nbytes // granularity) * granularity
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes that ``device`` has in all, as far as that is known."""
+    """Return the total bytes of ``device``, as far as that is known."""
     return interface_of(device).total_bytes()
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that could be allocated on ``device`` now, as far as that is known."""
+    """Return the bytes that could be allocated on ``device`` now, as far as that is known."""
     return interface_of(device).free_bytes()

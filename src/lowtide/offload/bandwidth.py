@@ -1,4 +1,4 @@
-"""How quick a second memory is while operators run, measured where it is first used, and kept on disk from then on.
+"""Measures the bandwidth of a second memory while operators run, at its first use, and caches it on disk.
 
 Storages of two sizes go there and back while the device multiplies matrices; latency and bandwidth follow from the two. Figures
 are rounded to steps of a quarter, so that runs that measure nearly the same plan the same and find each other's plans.
@@ -60,7 +60,7 @@ def with_offload(costs: Costs, name: str | None, budget: int | str | None, devic
 
 
 class Bandwidth(msgspec.Struct, frozen=True):
-    """What was measured of a second memory."""
+    """The measured bandwidth and latency of a second memory."""
 
     offload_bytes_per_second: Annotated[int, Meta(ge=1, le=1 << 50)]
     fetch_bytes_per_second: Annotated[int, Meta(ge=1, le=1 << 50)]
@@ -69,7 +69,7 @@ class Bandwidth(msgspec.Struct, frozen=True):
 
 @functools.cache
 def _measured(name: str, device: torch.device) -> Bandwidth:
-    """As it was measured first on this machine, or now."""
+    """Return the cached measurement of this machine, or measure now."""
     memory = open_memory(name, device)
     key = f"second-memory-{content_key(interface_of(device).name(), name, *memory.identity())[:24]}"
     entries = Cache(cache_folder() / "second-memories", FORMAT, _MOST_FILES)
@@ -89,7 +89,7 @@ def _measure(name: str, memory: SecondMemoryOf, device: torch.device) -> Bandwid
 
 
 def _round_trips(memory: SecondMemoryOf, device: torch.device, nbytes: int) -> tuple[float, float]:
-    """Median nanoseconds that so many bytes take there, and back."""
+    """Return the median nanoseconds that ``nbytes`` take to the second memory, and back."""
     tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     there, back = [], []
     with _busy(device):
@@ -108,7 +108,7 @@ def _round_trips(memory: SecondMemoryOf, device: torch.device, nbytes: int) -> t
 
 @contextlib.contextmanager
 def _busy(device: torch.device) -> Iterator[None]:
-    """Inside, a thread has the device multiply matrices, where one can be started."""
+    """Context in which a thread keeps the device multiplying matrices, if a thread can be started."""
     stop = threading.Event()
 
     def multiply() -> None:

@@ -114,8 +114,8 @@ class SecondMemoryOf(abc.ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Room:
-    """What the passes of a schedule need of a second memory: where each storage that moves has its slot, and ``nbytes`` in
-    all. ``opened`` gives the memory of the process that a pass runs in, which may be a fork of the one that planned."""
+    """The room that passes of a schedule need in a second memory: the slot of each storage that moves, and ``nbytes`` in all.
+    ``opened`` returns the memory of the process that runs the pass, which may be a fork of the one that planned."""
 
     opened: Callable[[], SecondMemoryOf]
     slots: Mapping[int, int]
@@ -127,8 +127,8 @@ class Room:
 
 
 def room_for(schedule: Schedule, costs: Costs, opened: Callable[[], SecondMemoryOf]) -> Room:
-    """Slots in the memory that ``opened`` gives for what the schedule moves; those of storages that are there at the same time
-    do not overlap."""
+    """Assign slots in the memory that ``opened`` returns to the storages that the schedule moves; slots of storages that are
+    there at the same time do not overlap."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, step in enumerate(schedule.steps):
