@@ -108,7 +108,7 @@ class Patches:
 
     @contextlib.contextmanager
     def threads_aside(self) -> Iterator[None]:
-        """Context in which threads started by the calling thread run unpatched."""
+        """Context in which threads started by the calling thread stay outside the online mode."""
         self._own.starts = True
         try:
             yield
