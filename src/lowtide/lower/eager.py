@@ -52,8 +52,7 @@ _AS_IT_IS = (OPTIMIZER_TARGET, FETCH_STATE_TARGET, SEND_GRADIENT_TARGET)
 class Lowered:
     """``step(inputs, tangents, written)`` is the generator above; it empties ``inputs`` and ``tangents``.
 
-    Op ids go to ``written`` as they begin to update inputs. It is ``None`` if a forward pass runs again: buffers have their new
-    values, and checks their answers, already.
+    Op ids go to ``written`` as they begin to update inputs; ``None`` on a rerun: buffers and checks have their new values.
     ``gradient_groups[i]`` names the gradients of the i-th yield after the forward outputs; ``terms`` are, for each gradient,
     the flat input that it is of, and how many terms of the same came before it. ``tangents`` are the values of the gradients
     that arrive; ``random`` tells whether a generator is read. ``reads`` are the flat inputs that the program reads and does not
