@@ -1,5 +1,5 @@
-"""Shallow copies of objects, and containers of classes of their own: past what these classes make of copying, reading and
-filling them. Deep copies of arrays that lie in memory as these do."""
+"""Copy objects, and container subclasses, bypassing methods that their classes override for copying, reading and filling.
+Deep-copy NumPy arrays with their memory layout."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 
 from lowtide.objects.walk import beside, fields
 
-_BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple)  # the last one that fits is of none before
+_BASES: tuple[Any, ...] = (OrderedDict, defaultdict, dict, list, tuple)  # subclasses before their base (``dict``)
 _lock, _inside = threading.Lock(), 0
-_MOST_SPREAD, _MOST_BYTES = 16, 1 << 16  # of the memory that an array is a view of, for a copy of that
+_MOST_SPREAD, _MOST_BYTES = 16, 1 << 16  # copy a view's whole memory if at most 16 times the view's size, or 64 KiB
 
 
 def base_of(node: Any) -> Any:
-    """Which of Python's own lists, tuples and dictionaries it is one of; ``None`` for anything else."""
+    """The built-in list, tuple or dictionary type that ``node`` is an instance of, or ``None``."""
     return next((base for base in _BASES if isinstance(node, base)), None)
 
 
 def items_of(node: Any) -> Any:
-    """What is in a list, a tuple or a dictionary, in one of Python's own; ``None`` for anything else."""
+    """The items of a list, tuple or dictionary (or subclass) as a plain built-in container; ``None`` for anything else."""
     base = base_of(node)
     if base is None:
         return None
@@ -33,19 +33,20 @@ def items_of(node: Any) -> Any:
 
 
 def has_more(container: Any) -> bool:
-    """Whether it has attributes beside what it holds. (Results of Transformers' have each item as an attribute, too.)"""
+    """Whether a container has attributes that are not also its items. (Transformers' outputs mirror each item in one.)"""
     more = beside(container)
     held = items_of(container) if more and isinstance(container, dict) else {}
     return any(held.get(name, container) is not value for name, value in more.items())
 
 
 def empty(like: Any, items: Any = ()) -> Any:
-    """A container of the same class, without attributes; of a tuple, which cannot be filled later, with these items."""
+    """A new empty container of the class of ``like``, without attributes. A tuple is made with ``items``, as it cannot be
+    filled later."""
     base = base_of(like)
     if base is tuple:
         return tuple.__new__(type(like), items)
     made = base.__new__(type(like))
-    if getattr(like, "__dict__", None) is like:  # what is in it are its attributes
+    if getattr(like, "__dict__", None) is like:  # a dictionary that is its own ``__dict__``
         made.__dict__ = made
     if base is defaultdict:
         made.default_factory = like.default_factory
@@ -53,7 +54,7 @@ def empty(like: Any, items: Any = ()) -> Any:
 
 
 def fill(made: Any, items: Any) -> None:
-    """Put these items into an empty list or dictionary."""
+    """Put ``items`` into an empty list or dictionary, with the methods of the built-in base."""
     base = base_of(made)
     if base is list:
         list.extend(made, items)
@@ -63,7 +64,7 @@ def fill(made: Any, items: Any) -> None:
 
 
 def copied(node: Any) -> Any:
-    """A shallow copy: a store may be copied along, and be told of its new owner."""
+    """A shallow copy. Bypasses a class's own ``__copy__``, which may also copy a store and tell it of its new owner."""
     kind: Any = type(node)
     if not hasattr(kind, "__copy__") or kind.__new__ is not object.__new__:
         return copy.copy(node)
@@ -75,8 +76,8 @@ def copied(node: Any) -> Any:
 
 @contextlib.contextmanager
 def arrays_as_they_lie() -> Iterator[None]:
-    """Inside, in all threads, deep copies of arrays have their strides, share memory where they do, and may be written where
-    they may."""
+    """Inside the context, in all threads, deep copies of arrays keep the originals' strides, writability, and memory shared
+    with other arrays."""
     global _inside
     table: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
     with _lock:
@@ -119,12 +120,13 @@ def complete_arrays(memo: dict[Any, Any]) -> None:
 
 
 def _memory(whole: np.ndarray, used: int, memo: dict[Any, Any]) -> np.ndarray | None:
-    """A copy of the memory of an array that others are views of; ``None`` where it is much larger than what they use."""
+    """A copy, as bytes, of the memory of the array ``whole`` (the base of views), or ``None`` if it cannot be copied densely or
+    is much larger than the ``used`` bytes."""
     first, end = _bounds(whole)
     if ("memory", id(whole)) not in memo and end - first <= max(_MOST_BYTES, _MOST_SPREAD * used):
         if whole.base is None:
             own = copy.deepcopy(whole, memo)
-            own.setflags(write=True)  # of a writable view, whose base became read-only later
+            own.setflags(write=True)  # a writable view may have a base that became read-only later
             flat = own.ravel(order="K").view(np.uint8)
             own.setflags(write=whole.flags.writeable)
         else:
@@ -140,7 +142,7 @@ def _address(array: np.ndarray) -> int:
 
 
 def _bounds(array: np.ndarray) -> tuple[int, int]:
-    """The addresses of its first byte, and behind its last."""
+    """The address of an array's lowest byte, and that one past its highest."""
     spans = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     first = _address(array)
     return first + sum(one for one in spans if one < 0), first + sum(one for one in spans if one > 0) + array.itemsize

@@ -1,7 +1,7 @@
-"""Hashable descriptions of arguments, results and attributes: equal where one program serves both.
+"""Hashable keys of arguments, results and attributes: two values with equal keys can use the same program.
 
-Objects are described by what they hold, however they compare: options that are made anew for each call are the same as
-before, and those that were changed since are not. What has nothing to look into is told apart as Python does it.
+Objects are described by their contents, whatever their ``__eq__`` does: options created anew for each call have the same key,
+and options mutated since have another. Objects without inspectable content are compared as Python does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from lowtide.objects.structure import Changing, Computed, Derived, Nested, OpenObject, Slot, flatten
 from lowtide.objects.walk import PLAIN, beside, cell_value, content, exact, fields, is_open
 
-_LONG = 256  # bytes, from which on they are told by a digest
+_LONG = 256  # longer ``bytes`` are represented by a digest
 _NAMES = frozenset((str, int))
 _FACTS = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 _STRIDED = frozenset((torch.strided,))
@@ -32,41 +32,41 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 
 def fingerprint(structure: Any) -> Any:
-    """Of a structure (``objects.structure``): equal for trees that differ only in their tensors."""
+    """The key of a structure (``objects.structure``): equal for trees that differ only in their tensors."""
     return _Visit().key(structure)
 
 
 def layout(tree: Any) -> Any:
-    """Equal for trees that differ only in the values of their tensors."""
+    """The key of a tree: equal for trees that differ only in the values of their tensors."""
     return layout_of(*flatten(tree))
 
 
 def layout_of(tensors: Sequence[torch.Tensor], structure: Any) -> Any:
-    """The same of what is taken apart."""
+    """Compute ``layout`` of a tree that is already flattened into ``tensors`` and ``structure``."""
     return fingerprint(structure), tensor_keys(tensors)
 
 
 def tensor_keys(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """``tensor_key`` of each of them, in less time."""
+    """The keys of several tensors. Equivalent to ``tensor_key`` of each, but faster."""
     if any(map(_IS_NESTED, tensors)) or not _STRIDED.issuperset(map(_LAYOUT, tensors)):
         return tuple(map(tensor_key, tensors))
     return (*zip(*(map(column, tensors) for column in _COLUMNS), strict=True),)
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.is_nested:  # which has neither shape nor strides
+    if tensor.is_nested:  # nested tensors have neither shape nor strides
         return ("nested",), tensor.layout
     strides: Any = tensor.layout
     if strides is torch.strided:
         strides = tensor.stride()
-    elif strides is torch.sparse_coo:  # which has none, nor have compressed ones
+    elif strides is torch.sparse_coo:  # sparse tensors (compressed ones too) have no strides
         strides = (strides, tensor._nnz(), tensor.is_coalesced())
     return _FACTS(tensor), strides, tensor.is_conj(), tensor.is_neg()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Same:
-    """Equal for one tensor alone."""
+    """A key that compares a tensor by identity."""
 
     tensor: torch.Tensor
 
@@ -78,7 +78,7 @@ class _Same:
 
 
 class _Visit:
-    """Goes through a structure. An object that is met again is told by when it was met first, so cycles end."""
+    """Build the key of a structure recursively. An object met again is represented by its number, so cycles end."""
 
     def __init__(self) -> None:
         self.met: dict[int, tuple[int, Any]] = {}
@@ -97,7 +97,7 @@ class _Visit:
         if isinstance(node, Changing):
             return ("changing", node.way, node.kind)
         if isinstance(node, Nested):
-            kind = node.spec.context if isinstance(node.spec.context, type) else None  # of a named tuple
+            kind = node.spec.context if isinstance(node.spec.context, type) else None  # the class of a named tuple
             return (_told_of(node.spec), kind, tuple(map(self.key, node.leaves)))
         if isinstance(node, OpenObject):
             items = () if node.items is None else (self.key(node.items),)
@@ -118,7 +118,7 @@ class _Visit:
 
 
 def _told_of(spec: pytree.TreeSpec) -> Any:
-    """What tells a container of some children apart."""
+    """The key of a container's pytree spec, without its children."""
     if spec.type is tuple or spec.type is list:
         return spec.type
     if spec.type is dict and all(type(name) is str for name in spec.context):
@@ -127,7 +127,7 @@ def _told_of(spec: pytree.TreeSpec) -> Any:
 
 
 def _parts(node: Any) -> dict[Any, Any]:
-    """What an object holds, by name; nothing where it cannot be looked into."""
+    """The parts of an object by name, or an empty dictionary if it cannot be looked into."""
     if isinstance(node, dict):
         return node
     if isinstance(node, PLAIN):
@@ -144,20 +144,21 @@ def _parts(node: Any) -> dict[Any, Any]:
 
 
 def is_looked_into(node: Any) -> bool:
-    """Whether an object is told by its attributes."""
+    """Whether an object's key is made of its attributes."""
     return is_open(node) and not _is_closed(type(node))
 
 
 def _told(node: Any) -> tuple[Any, ...]:
-    """What tells an object apart that cannot be looked into. Equal ones may be told by their text (``Decimal``)."""
+    """The key of an object without inspectable content: the object, its ``repr``, or both. Equal objects may differ in their
+    ``repr`` (``Decimal``)."""
     if not _is_hashable(node):
         return (repr(node),)
     return (node, repr(node)) if getattr(type(node), "__eq__", None) is not object.__eq__ else (node,)
 
 
 def _is_closed(kind: type) -> bool:
-    """Whether objects of the type are told apart as Python does it: members of enumerations, and what Python brings along
-    (loggers, locks), but for plain holders of attributes."""
+    """Whether objects of the type are compared as Python does, not by attributes: enum members and objects of the standard
+    library (loggers, locks), except namespaces."""
     root = str(kind.__module__).partition(".")[0]
     return issubclass(kind, enum.Enum) or (root in sys.stdlib_module_names and kind not in _NAMESPACES)
 

@@ -1,7 +1,7 @@
-"""Objects that are made in C: no attribute read of theirs is seen, so all that there is to tell of them counts.
+"""Determine the state of objects implemented in C. Reads of their attributes cannot be observed, so all of their state counts.
 
-That is the state from which they could be made again, where they say it, or else what the garbage collector finds in them or
-their attributes show. Of those that tell nothing a program cannot know when they change (``is_unknown``).
+The state is what pickling would use to recreate the object, if the class supports that, else the objects that the garbage
+collector finds in it, or its attribute values. If none of these is available, a change cannot be detected (``is_unknown``).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import Any
 
 import numpy as np
 
-_OF_C = 1 << 8  # the flag of classes that Python code cannot change
-_COLLECTED = 1 << 14  # the flag of classes whose objects tell the garbage collector what they hold
-# Made anew wherever they are asked for.
+_OF_C = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: Python code cannot change the class
+_COLLECTED = 1 << 14  # Py_TPFLAGS_HAVE_GC: objects tell the garbage collector what they refer to
+# Views, which are created anew each time.
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
-_OF_LIBRARY: Any = type(ctypes.pythonapi.Py_IsInitialized).__mro__[1]  # functions of a shared library
+_OF_LIBRARY: Any = type(ctypes.pythonapi.Py_IsInitialized).__mro__[1]  # ctypes functions, of a shared library
 _SHOWN = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _HIDDEN = {"__class__", "__dict__", "__doc__", "__weakref__"}
 _STATELESS = getattr(object, "__getstate__", None)
-# What nobody changes, or nobody reads anything of.
+# Types whose objects never change, or have no state that code reads.
 CONSTANT = (
     types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
     *_SHOWN, type(...), type(NotImplemented), types.GenericAlias, types.UnionType, range, re.Pattern, struct.Struct,
@@ -43,38 +43,39 @@ CONSTANT = (
 )  # fmt: skip
 _LIBRARIES = ("torch", "numpy")
 _KNOWN = ("builtins", "types", "functools", "itertools", "operator", "re", "_thread", "_multiprocessing")
-# Of objects that hold the same for ever, whatever that is.
+# Types whose objects always hold the same objects (which may themselves change).
 FIXED = (
     property, staticmethod, classmethod, slice, types.MethodWrapperType, datetime.date, datetime.time, datetime.tzinfo,
     datetime.timedelta, decimal.Decimal, operator.itemgetter, operator.attrgetter, operator.methodcaller,
 )  # fmt: skip
-_ELSEWHERE = ("sqlite3", "_socket")  # modules whose objects show what is not in this process
+_ELSEWHERE = ("sqlite3", "_socket")  # modules whose objects give access to state outside this process
 
 
 def is_of_c(kind: Any) -> bool:
-    """Whether objects of the class are made in C, and Python code cannot say what reading them does."""
+    """Whether a class is implemented in C and immutable, so that Python code cannot hook attribute reads of its objects."""
     return bool(kind.__flags__ & _OF_C)
 
 
 def state(value: Any) -> tuple[Any, ...] | None:
-    """What there is to tell of an object made in C; ``None`` where it is constant, or tells nothing."""
+    """The state of an object implemented in C, or ``None`` if it is constant or its state cannot be determined."""
     kind: Any = type(value)
     if issubclass(kind, CONSTANT) or _root(kind) == "torch":
         return None
     if issubclass(kind, io.IOBase) and not hasattr(kind, "getvalue"):
         return _of_file(value)
-    if getattr(kind, "__getstate__", _STATELESS) is not _STATELESS:  # of a stream in memory, or an XML element
+    if getattr(kind, "__getstate__", _STATELESS) is not _STATELESS:  # an in-memory stream or an XML element
         found = value.__getstate__()
         if found is not None:
             return (found,)
-    # Others may write down all that they have.
+    # Other libraries' reduce methods may serialize large amounts of data.
     brief = _root(kind) in sys.stdlib_module_names or _root(kind) in _LIBRARIES
     made = _made_of(value) if brief else None
     return _held_by(value) if made is None else made
 
 
 def is_unknown(value: Any, items: tuple[Any, ...] | None) -> bool:
-    """Whether nothing shows what code reads of it, nor do its ``items``; or whether reading it takes that away for good."""
+    """Whether neither the object nor its ``items`` show the state that code may read, or reading it consumes that state (as
+    with a generator)."""
     kind: Any = type(value)
     if isinstance(value, types.GeneratorType):
         return value.gi_frame is not None
@@ -88,7 +89,8 @@ def is_unknown(value: Any, items: tuple[Any, ...] | None) -> bool:
 
 
 def is_told_by_parts(items: tuple[Any, ...] | None, value: Any) -> bool:
-    """Whether the ``items`` of an object are what the collector finds in it, which only its own code may change."""
+    """Whether the ``items`` of an object are the referents that the garbage collector reports, which only its own code can
+    change."""
     return items is not None and items[:1] == (id(value),)
 
 
@@ -97,19 +99,19 @@ def _root(kind: type) -> str:
 
 
 def _made_of(value: Any) -> tuple[Any, ...] | None:
-    """The function that makes such an object, its arguments, and what else there is to say."""
+    """The tuple that pickling would store (constructor, arguments, state ...), or ``None`` if the object cannot be reduced."""
     kind: Any = type(value)
     own = any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
     make = copyreg.dispatch_table.get(kind) or (operator.methodcaller("__reduce_ex__", 2) if own else None)
     try:
         made = None if make is None else make(value)
-    except Exception:  # noqa: BLE001  # a class of anybody's, which may refuse in any way
+    except Exception:  # noqa: BLE001  # third-party code, which may raise anything
         return None
     return made if isinstance(made, tuple) else None
 
 
 def _held_by(value: Any) -> tuple[Any, ...] | None:
-    """The object itself, by a number, and the objects that it holds, or that its attributes show."""
+    """The object's id, and the objects that it refers to or that its attributes show."""
     kind: Any = type(value)
     if kind.__flags__ & _COLLECTED:
         own = getattr(value, "__dict__", None)
@@ -132,12 +134,12 @@ def _shown_by(value: Any) -> list[Any]:
 
 
 def _of_file(stream: Any) -> tuple[Any, ...] | None:
-    """Of a file that is read: where in it the next read is, and whether somebody has written to it since."""
+    """The state of a file opened for reading: the read position, the modification time and the size."""
     try:
         if stream.writable() or not stream.seekable():
             return None
         found = os.fstat(stream.fileno())
-    except (OSError, ValueError):  # closed, or no file of the system's
+    except (OSError, ValueError):  # closed, or without a file descriptor
         return None
     return id(stream), _position(stream), found.st_mtime_ns, found.st_size
 
@@ -145,5 +147,5 @@ def _of_file(stream: Any) -> tuple[Any, ...] | None:
 def _position(stream: Any) -> Any:
     try:
         return stream.tell()
-    except OSError:  # of a text whose lines are gone through nobody knows
+    except OSError:  # a text file that is iterated by lines does not tell its position
         return object()

@@ -1,4 +1,4 @@
-"""Where an owner has something, and what it has there: attributes, variables, parts of containers."""
+"""Read a value from its place: an owner, a kind (attribute, variable, part of a container ...) and a name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.objects.walk import ABSENT, OWN, cell_value, class_attribute, own_a
 
 
 def part_name(holder: Any, index: int) -> str:
-    """How code would name a part of a holder's content."""
+    """The source form of an item of a holder's content, such as ``[0]`` or ``['key']``, for messages."""
     if isinstance(holder, (defaultdict, deque)):
         if index == 0:
             return ".default_factory" if isinstance(holder, defaultdict) else ".maxlen"
@@ -30,7 +30,7 @@ def part_name(holder: Any, index: int) -> str:
 
 
 def key_of(holder: Any, index: int) -> Any:
-    """Under which key ``part`` finds an item of a holder's content; ``ABSENT`` where it finds none."""
+    """The key under which ``part`` finds the item at ``index`` of a holder's content, or ``ABSENT``."""
     if isinstance(holder, types.SimpleNamespace):
         holder = vars(holder)
     index -= isinstance(holder, defaultdict)
@@ -40,7 +40,7 @@ def key_of(holder: Any, index: int) -> Any:
 
 
 def index_of(holder: Any, key: Any) -> int:
-    """At which index of its content a holder has what ``part`` finds under a key that it has."""
+    """The index, in a holder's content, of the item that ``part`` finds under an existing ``key``. Inverse of ``key_of``."""
     if isinstance(holder, types.SimpleNamespace):
         holder = vars(holder)
     if not isinstance(holder, dict):
@@ -49,7 +49,7 @@ def index_of(holder: Any, key: Any) -> int:
 
 
 def part(holder: Any, key: Any) -> Any:
-    """What a dictionary, a list, a tuple or a namespace has under a key; ``ABSENT`` where it has nothing."""
+    """The item of a dictionary, list, tuple or namespace under ``key``, or ``ABSENT``."""
     if isinstance(holder, types.SimpleNamespace):
         holder = vars(holder)
     if isinstance(holder, dict):
@@ -60,8 +60,8 @@ def part(holder: Any, key: Any) -> Any:
 
 def _names(owner: Any) -> Iterable[str]:
     if isinstance(owner, type):
-        return (name for name in vars(owner) if name != "__slotnames__")  # which copying puts there
-    if isinstance(owner, nn.Module):  # a plan stands under the name of its forward pass
+        return (name for name in vars(owner) if name != "__slotnames__")  # added by copying
+    if isinstance(owner, nn.Module):  # ``forward`` may be a planned forward
         return (name for name in vars(owner) if name not in OWN and name != "forward")
     return own_attributes(owner) or ()
 
@@ -79,7 +79,7 @@ def _slot(owner: Any, name: str) -> Any:
 
 
 def _method(owner: Any, name: str) -> Any:
-    """Sharding puts a class of its own before the user's."""
+    """The class attribute ``name``, ignoring the class that FSDP2 inserts before the user's in the MRO."""
     for base in type(owner).__mro__:
         if name in vars(base) and not base.__module__.startswith("torch.distributed."):
             return vars(base)[name]
@@ -87,14 +87,14 @@ def _method(owner: Any, name: str) -> Any:
 
 
 def _layout(tensor: torch.Tensor, _: str) -> str:
-    with torch._C.DisableTorchFunction():  # while a model is traced, modes look at what its code asks
+    with torch._C.DisableTorchFunction():  # while a model is traced, modes intercept attribute reads of tensors
         strides = tensor.stride() if tensor.layout is torch.strided else ()
         return str((tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad))
 
 
 def _values(tensor: torch.Tensor) -> Any:
-    """Its bytes, in order, also while it is traced; of one that has no such (sparse, quantized), how often it was written in
-    place."""
+    """A tensor's bytes, also during tracing; for one that is sparse, quantized or nested, its version counter (how often it was
+    written in place)."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return tensor._version
@@ -102,23 +102,23 @@ def _values(tensor: torch.Tensor) -> Any:
         return plain.view(torch.uint8).numpy().tobytes()
 
 
-# How an ``owner`` has something under a ``name``: what gives it, ``ABSENT`` where nothing is.
+# By kind: the function that reads the value of an ``owner`` under a ``name``, and gives ``ABSENT`` if there is none.
 READERS: dict[str, Callable[[Any, Any], Any]] = {
-    "attribute": _attribute,  # in the dictionary of an object
-    "slot": _slot,  # in a slot of its class
+    "attribute": _attribute,  # in an object's ``__dict__``
+    "slot": _slot,  # in a slot of an object
     "class": class_attribute,  # in a class or its bases
     "type": lambda owner, _: type(owner),  # the class of an object
-    "method": _method,  # in that or its bases
-    "names": lambda owner, _: tuple(_names(owner)),  # of all its attributes
-    "item": lambda owner, name: owner.get(name, ABSENT),  # in a namespace
-    "argument": lambda owner, name: owner.get(name, ABSENT),  # among the values of a call
-    "place": lambda owner, number: next(itertools.islice(owner.values(), int(number), None), ABSENT),  # in a dictionary
+    "method": _method,  # in the class of an object or its bases
+    "names": lambda owner, _: tuple(_names(owner)),  # the names of all attributes
+    "item": lambda owner, name: owner.get(name, ABSENT),  # in a namespace (a dictionary of variables)
+    "argument": lambda owner, name: owner.get(name, ABSENT),  # among the changing arguments of a call
+    "place": lambda owner, number: next(itertools.islice(owner.values(), int(number), None), ABSENT),  # n-th of a dict
     "held": part,  # by a dictionary, a list or a namespace
-    "part": lambda owner, way: part(*innermost(owner, way)),  # of what it has, by a way of a kind, a name and keys
-    "computed": lambda function, terms: _computed(function, terms),  # by a function of what there is elsewhere
+    "part": lambda owner, way: part(*innermost(owner, way)),  # nested in a value; the way is a kind, a name, then keys
+    "computed": lambda function, terms: _computed(function, terms),  # a function of values at other places
     "cell": lambda owner, _: cell_value(owner),  # in a cell of a closure
-    "made of": getattr,  # what a function or a class is made of
-    "answer": lambda owner, _: owner(),  # what it says when it is called
+    "made of": getattr,  # an attribute that makes up a function or class, such as ``__code__``
+    "answer": lambda owner, _: owner(),  # the result of calling it
     "subclasses": lambda owner, _: tuple(type.__subclasses__(owner)),  # of a class
     "layout": _layout,  # of a tensor
     "values": lambda tensor, _: _values(tensor),  # of a tensor
@@ -129,16 +129,16 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
 def _computed(function: Callable[..., Any], terms: Iterable[Callable[[], Any]]) -> Any:
     try:
         return function(*(term() for term in terms))
-    except (ArithmeticError, TypeError):  # there are no numbers any more
+    except (ArithmeticError, TypeError):  # the terms are no longer numbers
         return ABSENT
 
 
 def current(kind: str, owner: Any, name: Any) -> Any:
-    """What there is now where ``owner`` has something under ``name``, see ``READERS``."""
+    """The current value at a place: of ``owner`` under ``name``, read by the function for ``kind`` in ``READERS``."""
     return READERS[kind](owner, name)
 
 
 def innermost(owner: Any, way: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The holder at the end of the way to a ``part``, and the key that it has this under."""
+    """The innermost holder on the way to a ``part``, and the part's key in it."""
     kind, name, *keys, last = way
     return functools.reduce(part, keys, current(kind, owner, name)), last

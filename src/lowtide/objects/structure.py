@@ -1,8 +1,8 @@
-"""Nested arguments and results taken apart into tensors, and put together again with the same types.
+"""Flatten nested arguments and results into tensors and a structure, and rebuild them with the same types.
 
-``torch.utils._pytree`` knows lists, tuples and dictionaries. Dataclasses and plain objects that hold tensors (key-value caches,
-say) are handled here, and containers of classes of their own: a copy is made of what they hold. So are classes that are
-registered there: their functions need not keep all that an object knows.
+``torch.utils._pytree`` handles lists, tuples and dictionaries. This module adds dataclasses and plain objects that hold tensors
+(such as key-value caches) and subclasses of containers, by copying their contents. It also handles classes registered with
+pytree itself, because their flatten functions may drop part of an object's state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowtide.objects.clones import copied, empty, fill, has_more, items_of
 from lowtide.objects.walk import CLOSED, CONTAINERS, PLAIN, fields
 
 _PLAIN, _NAMES = frozenset(PLAIN), frozenset((str,))
-Way = tuple[Any, ...]  # keys, indices and names of attributes that lead to something in a tree
+Way = tuple[Any, ...]  # a path in a tree: keys, indices and attribute names
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class OpenObject:
-    """An object that holds tensors: a prototype, the structures of its attributes and, if it is a container, of its ``items``
-    in one of Python's own."""
+    """An object that holds tensors: a tensor-free prototype, the structures of its attributes and, for a container, that of
+    its ``items`` as a built-in list, tuple or dict."""
 
     prototype: Any
     attributes: dict[str, Any]
@@ -45,7 +45,7 @@ class OpenObject:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """A container that pytree knows."""
+    """A container that pytree can flatten: its spec and the structures of its children."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -53,14 +53,14 @@ class Nested:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSlot:
-    """Stands for the object at ``index`` among those of the arguments."""
+    """Stands for the object at ``index`` in the list of objects from the arguments."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Stands for a plain value that is computed where the tree is put together; told from others by its ``key``."""
+    """Stands for a plain value that ``unflatten`` computes by calling ``compute``. Its ``key`` identifies it."""
 
     key: Any
     compute: Callable[[], Any] = field(compare=False, repr=False)
@@ -68,7 +68,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Stands for a plain value that a ``function`` makes of a tensor."""
+    """Stands for a plain value that ``function`` computes from a tensor."""
 
     function: Callable[[Any], Any]
     tensor: Any
@@ -76,8 +76,8 @@ class Derived:
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """Stands for the object around it that many levels from the top, as batches and their stores refer to each other; ``weak``:
-    for a weak reference to it."""
+    """A back reference to the enclosing object at ``level``, counted from the top (batches and their stores refer to each
+    other). ``weak``: it is a weak reference."""
 
     level: int
     weak: bool = False
@@ -85,7 +85,7 @@ class Ancestor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changing:
-    """Stands for a plain value of one ``kind`` that is another one in every call: now that in ``values`` under this way."""
+    """Stands for a plain value of type ``kind`` that changes from call to call. ``values[way]`` is its current value."""
 
     values: dict[Way, Any]
     way: Way
@@ -97,25 +97,25 @@ class Changing:
 
     @property
     def text(self) -> str:
-        """How code would name it."""
+        """The value's name for messages: its argument and the keys inside it."""
         first, *rest = self.way
         return f"the argument {first}{''.join(f'[{key!r}]' for key in rest)}"
 
 
-# By type: of a value of it, the tensor that it is made of and how; ``None`` where it is as plain as others.
+# By type: a function from a value to the tensor it derives from and the deriving function, or ``None`` for a plain value.
 DERIVED: dict[type, Callable[[Any], tuple[torch.Tensor, Callable[[Any], Any]] | None]] = {}
 
 
 def flatten(tree: Any, known: Sequence[torch.Tensor] = ()) -> tuple[list[torch.Tensor], Any]:
-    """The tensors in ``tree``, each object once per occurrence, and the structure that ``unflatten`` takes, whose slots count
-    the ``known`` tensors first."""
+    """Return the tensors in ``tree``, one entry per occurrence, and the structure for ``unflatten``. Its slots count from
+    ``len(known)``: the ``known`` tensors are assumed to precede those returned."""
     tensors = [*known]
     structure = _visit(tree, tensors, (), {})
     return tensors[len(known) :], structure
 
 
 def _visit(node: Any, tensors: list[torch.Tensor], seen: tuple[Any, ...], bare: dict[int, Any]) -> Any:
-    """``seen``: what the node is in, from the top on. ``bare``: objects that are known to lead to no tensor, by identity."""
+    """Build the structure of ``node``. ``seen``: enclosing objects, outermost first. ``bare``: objects that reach no tensor."""
     if isinstance(node, torch.Tensor):
         tensors.append(node)
         return Slot(len(tensors) - 1)
@@ -157,8 +157,8 @@ def _around(node: Any, seen: tuple[Any, ...]) -> Ancestor | None:
 
 
 def _is_bare(node: Any, bare: dict[int, Any]) -> bool:
-    """Whether no tensor can be reached; each object is looked at once, by however many ways it is reached: a logger, say, leads
-    to all others. What leads to none is added to ``bare``."""
+    """Whether no tensor is reachable from ``node``. Visits each object once (a logger, say, leads to all others), and adds the
+    visited ones to ``bare`` if there is none."""
     seen: dict[int, Any] = {}
     waiting = [node]
     while waiting:
@@ -178,15 +178,15 @@ def _is_closed(node: Any) -> bool:
 
 
 def flatten_distinct(tree: Any) -> tuple[list[torch.Tensor], Any]:
-    """As ``flatten``, with a tensor that occurs several times listed once."""
+    """Flatten ``tree`` like ``flatten``, but list a tensor that occurs several times only once."""
     return distinct(*flatten(tree))
 
 
 def distinct(
     tensors: Sequence[torch.Tensor], structure: Any, known: Sequence[torch.Tensor] = ()
 ) -> tuple[list[torch.Tensor], Any]:
-    """Each of the tensors once, but for those that are ``known``; and the structure that ``flatten`` gave for them, with the
-    slots of these."""
+    """Remove duplicates, and tensors in ``known``, from the result of ``flatten``. Returns the remaining tensors and the
+    structure with its slots renumbered: ``known`` tensors first, then the returned ones."""
     new: list[torch.Tensor] = []
     position: dict[int, int] = {}
     for tensor in tensors:
@@ -196,15 +196,15 @@ def distinct(
             if place == len(known) + len(new):
                 new.append(tensor)
             position[id(tensor)] = place
-    if len(new) == len(tensors):  # as they were counted
+    if len(new) == len(tensors):  # slots are numbered correctly already
         return new, structure
     slots = [Slot(position[id(tensor)]) for tensor in tensors]
     return new, replaced(structure, lambda leaf: slots[leaf.index - len(known)] if isinstance(leaf, Slot) else leaf)
 
 
 def unflatten(structure: Any, tensors: Sequence[Any], given: Sequence[Any] = (), within: tuple[Any, ...] = ()) -> Any:
-    """The tree whose tensors are ``tensors``, and its objects from the arguments those of ``given``; inverse of ``flatten``.
-    ``within``: the objects that it is in."""
+    """Rebuild a tree from its structure: the inverse of ``flatten``. ``tensors`` fill the slots, and ``given`` (objects of the
+    arguments) the ``ArgumentSlot``s. ``within``: the enclosing objects, for recursion."""
     if isinstance(structure, Slot):
         return tensors[structure.index]
     if isinstance(structure, ArgumentSlot):
@@ -239,7 +239,7 @@ def _formed(found: OpenObject, tensors: Sequence[Any], given: Sequence[Any], wit
 
 
 def difference(one: Any, other: Any, key: Callable[[Any], Any]) -> tuple[Any, Any] | None:
-    """The first values in two structures of one form that are no tensors and that a ``key`` tells apart."""
+    """The first pair of leaves that differ by ``key`` in two structures of one form, or ``None``."""
     for kind in (Nested, OpenObject):
         if isinstance(one, kind) and isinstance(other, kind):
             inside = zip(_children(one), _children(other), strict=False)
@@ -248,13 +248,13 @@ def difference(one: Any, other: Any, key: Callable[[Any], Any]) -> tuple[Any, An
 
 
 def with_argument_slots(structure: Any, objects: Sequence[Any]) -> Any:
-    """The same structure with ``ArgumentSlot`` for each of the objects."""
+    """A copy of the structure in which each of the objects is replaced by an ``ArgumentSlot``."""
     index_of = {id(value): index for index, value in enumerate(objects)}
     return replaced(structure, lambda leaf: ArgumentSlot(index_of[id(leaf)]) if id(leaf) in index_of else leaf)
 
 
 def objects(structure: Any) -> list[Any]:
-    """What is neither a tensor nor a plain value in it, in order."""
+    """The leaves of a structure that are neither tensors nor plain values, in order."""
     found: list[Any] = []
     replaced(
         structure,
@@ -264,21 +264,21 @@ def objects(structure: Any) -> list[Any]:
 
 
 def changing(structure: Any) -> list[Changing]:
-    """The values in it that are other ones in every call."""
+    """The ``Changing`` leaves of a structure: values that differ from call to call."""
     found: list[Changing] = []
     replaced(structure, lambda leaf: found.append(leaf) if isinstance(leaf, Changing) else leaf)
     return found
 
 
 def derived(structure: Any) -> list[Derived]:
-    """What in it follows from tensors."""
+    """The ``Derived`` parts of a structure: values computed from tensors."""
     found: list[Derived] = []
     replaced(structure, lambda leaf: leaf, found.append)
     return found
 
 
 def replaced(structure: Any, leaf: Callable[[Any], Any], derived: Callable[[Derived], Any] | None = None) -> Any:
-    """The same structure with other leaves, slots included, and what follows from tensors, if that is asked for."""
+    """Map ``leaf`` over the leaves of a structure, slots included, and ``derived``, if given, over its ``Derived`` parts."""
     if isinstance(structure, Nested):
         return Nested(structure.spec, tuple(replaced(child, leaf, derived) for child in structure.leaves))
     if isinstance(structure, OpenObject):
@@ -291,7 +291,7 @@ def replaced(structure: Any, leaf: Callable[[Any], Any], derived: Callable[[Deri
 
 
 def slots_in_objects(structure: Any) -> frozenset[int]:
-    """Slots inside opaque objects (caches): results that are carried along rather than trained on."""
+    """The slots inside opaque objects, such as caches: results that are carried along rather than trained on."""
     opaque = isinstance(structure, OpenObject) and structure.items is None
     if opaque and not dataclasses.is_dataclass(structure.prototype):
         return frozenset(slots(structure))
@@ -299,7 +299,7 @@ def slots_in_objects(structure: Any) -> frozenset[int]:
 
 
 def slots(structure: Any) -> list[int]:
-    """The slots in it, in order."""
+    """The indices of all slots in a structure, in order."""
     if isinstance(structure, Slot):
         return [structure.index]
     return [slot for child in _children(structure) for slot in slots(child)]
@@ -314,14 +314,14 @@ def _children(structure: Any) -> Iterable[Any]:
 
 
 def items_in(node: Any) -> Iterable[Any]:
-    """What is in a container that pytree knows, in the order of the ``leaves`` of its structure; nothing in anything else."""
+    """The children of a container that pytree can flatten, in the order of ``Nested.leaves``; empty for anything else."""
     level = _level(node)
     return () if level is None else level[0]
 
 
 def _level(node: Any) -> tuple[Iterable[Any], pytree.TreeSpec] | None:
-    """The children of a container, itself among them, perhaps; ``None`` for what is none, or has more to it. ``tree_flatten``
-    leaves a reference cycle behind, which must not hold the tensors: so it is the first one asked for that is no leaf."""
+    """The children and spec of one container level (a container may hold itself), or ``None`` if pytree would lose something.
+    ``is_leaf`` refers to no node: ``tree_flatten`` leaves a reference cycle behind, which must not keep tensors alive."""
     kind: Any = type(node)
     if kind is tuple or kind is list:
         return node, _spec(kind, len(node))
@@ -336,12 +336,12 @@ def _level(node: Any) -> tuple[Iterable[Any], pytree.TreeSpec] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _spec(kind: Any, form: int | tuple[str, ...]) -> pytree.TreeSpec:
-    """Of a tuple or list of this length, or a dictionary with these names."""
+    """The pytree spec of a tuple or list of a given length, or of a dictionary with given names."""
     return pytree.tree_structure(dict.fromkeys(form) if isinstance(form, tuple) else kind(range(form)))
 
 
 def _emptied(found: OpenObject) -> Any:
-    """A prototype that keeps no tensor alive."""
+    """A prototype that keeps no tensor alive: an empty container, or a copy with its tensor attributes set to ``None``."""
     if found.items is not None:
         return empty(found.prototype)
     prototype = copied(found.prototype)

@@ -1,8 +1,8 @@
-"""The one walk over Python objects: what an object directly holds, without limits of depth or number.
+"""List what a Python object directly holds. All code that walks object graphs uses this module; depth and number are unlimited.
 
-A *holder* is an object of Python's own (or NumPy's) whose content is all there is to it: containers, arrays, bound methods,
-weak references. Everything else with attributes is an *object*: what it is to a program is told by the attributes that are
-read (``guards.observe``).
+A *holder* is an object of a type of Python's (or NumPy's) that is fully described by its content: a container, an array, a
+bound method, a weak reference. Anything else with attributes is an *object*: a program depends only on those of its attributes
+that the model's code reads (``guards.observe``).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class _Absent(enum.Enum):
     ABSENT = enum.auto()
 
 
-ABSENT = _Absent.ABSENT  # instead of the value of an attribute that is not there
+ABSENT = _Absent.ABSENT  # stands for the value of an attribute that does not exist
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 CONTAINERS = (list, tuple, deque, set, frozenset, dict)
 MUTABLE = (list, deque, dict, set)
 _BUILTINS = vars(builtins)
-OWN = frozenset(vars(nn.Module()))  # what every module has
+OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 _BESIDE = (*PLAIN, *CONTAINERS, types.FunctionType, functools.partial)
 CLOSED = (
     nn.Module, torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, np.ndarray, types.ModuleType, types.FunctionType,
@@ -49,7 +49,7 @@ CLOSED = (
 
 def _bytes(value: Any) -> tuple[Any, ...]:
     view = memoryview(value)
-    return view.format, bytes(view.cast("B")), getattr(value, "_objects", None)  # what a pointer of ctypes points to
+    return view.format, bytes(view.cast("B")), getattr(value, "_objects", None)  # the target of a ctypes pointer
 
 
 def _array(value: np.ndarray) -> tuple[Any, ...]:
@@ -68,7 +68,7 @@ def _variable(value: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
 
 
 def _referent(value: Any) -> tuple[Any, ...]:
-    """Of a proxy, which passes on all that is asked of it."""
+    """The object behind a weak proxy, found through a bound method, since a proxy forwards every attribute access."""
     try:
         return (value.__init__.__self__,)
     except ReferenceError:
@@ -76,7 +76,7 @@ def _referent(value: Any) -> tuple[Any, ...]:
 
 
 def _entries(value: Any) -> tuple[Any, ...]:
-    """Of Python's own functions, which every namespace has by reference, none: code that uses one names it."""
+    """Keys and values of a dictionary; nothing for ``builtins``, which every namespace refers to: code names what it uses."""
     return () if value is _BUILTINS else (*value.keys(), *value.values())
 
 
@@ -90,8 +90,8 @@ def _state_of_generator(value: Any) -> tuple[Any, ...]:
 
 
 def variables(frame: types.FrameType) -> dict[str, Any]:
-    """What code that runs, or waits, has in its variables. The snapshot that Python takes of them is emptied: it would keep
-    what it holds as long as that code goes on."""
+    """The local variables of a running or suspended frame. Clears the dictionary in which Python caches them (``f_locals``),
+    because it would keep their values alive for as long as the frame runs."""
     found = frame.f_locals
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or type(found) is not dict:
         return dict(found)
@@ -101,7 +101,7 @@ def variables(frame: types.FrameType) -> dict[str, Any]:
 
 
 def _items_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Past what a subclass makes of its length, or of going through it."""
+    """Iterate with the method of the built-in base ``kind``, bypassing a subclass's own ``__iter__`` and ``__len__``."""
     return lambda value: tuple(kind.__iter__(value))
 
 
@@ -111,10 +111,10 @@ def _logger(value: logging.Logger) -> tuple[Any, ...]:
         above.append(above[-1].parent)
     level = value.level, value.getEffectiveLevel(), value.disabled, value.manager.disable
     called = (*value.filters, *(handler for one in above for handler in one.handlers))
-    return (*level, len(above), *map(id, called))  # by number: what they do with a message is nothing to who sends it
+    return (*level, len(above), *map(id, called))  # ids only: the caller does not see what handlers do with a message
 
 
-GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # those that all share, of Python and of NumPy
+GENERATORS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)  # the global generators of Python and NumPy
 OWN_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     (deque, lambda value: (value.maxlen, *value)),
@@ -136,7 +136,7 @@ _HOLDERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
     (types.GeneratorType, _state_of_generator),
     (BaseException, lambda value: (value.args, value.__cause__, *_namespace(value))),
 )
-# Objects that are read as what they hold.
+# Modules and packages whose objects are treated as holders of their attributes.
 _WHOLE = ("torch.optim.", "torch.distributions.", "torch.utils.data.", "torch.amp.grad_scaler", "threading")
 
 
@@ -147,13 +147,13 @@ def _reader(kind: Any) -> Callable[[Any], tuple[Any, ...]] | None:
 
 
 def content(value: Any) -> tuple[Any, ...] | None:
-    """What a holder holds, in order: of a dictionary keys and values, of an array its shape, type and bytes; ``None`` for what
-    is no holder. Two holders of one type are the same to a program where their contents are."""
+    """The content of a holder, in order (a dictionary's keys and values; an array's shape, type and bytes), or ``None`` if
+    ``value`` is not a holder. A program cannot tell apart two holders of one type with the same content."""
     kind: Any = type(value)
     read = _reader(kind)
     if read is not None:
         return read(value)
-    if any(value is generator for generator in GENERATORS):  # whose draws are followed by themselves
+    if any(value is generator for generator in GENERATORS):  # their draws are tracked separately
         return None
     if isinstance(value, (*PLAIN, torch.Tensor, nn.Module, type, types.FunctionType, types.ModuleType)):
         return None
@@ -164,14 +164,14 @@ def content(value: Any) -> tuple[Any, ...] | None:
 
 
 def exact(value: Any) -> Any:
-    """Of a plain value: equal for two of one type where no code tells them apart. Zeros of both signs are equal otherwise."""
+    """A key of a plain value, equal for values of one type that no code can tell apart; it separates ``0.0`` from ``-0.0``."""
     if isinstance(value, float):
         return struct.pack("d", value)
     return struct.pack("dd", value.real, value.imag) if isinstance(value, complex) else value
 
 
 def beside(value: Any) -> dict[str, Any]:
-    """The attributes that a plain value, a container or a function of a class of its own has beside what it is or holds."""
+    """The extra attributes (``__dict__``) of a plain value, container, function or partial; empty for anything else."""
     kind = type(value)
     if not kind.__dictoffset__ or isinstance(value, enum.Enum) or not isinstance(value, _BESIDE):
         return {}
@@ -179,7 +179,7 @@ def beside(value: Any) -> dict[str, Any]:
 
 
 def cell_value(cell: types.CellType) -> Any:
-    """The variable that a closure's cell holds; ``ABSENT`` where it is not set."""
+    """The value in a closure cell, or ``ABSENT`` if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -187,12 +187,12 @@ def cell_value(cell: types.CellType) -> Any:
 
 
 def class_attribute(kind: type, name: str) -> Any:
-    """What a class or one of its bases has under the name, as it stands there."""
+    """The raw attribute ``name`` (no descriptor is invoked) of the first class in the MRO that has it, or ``ABSENT``."""
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), ABSENT)
 
 
 def own_attributes(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's own attributes, past what its class makes of reading it."""
+    """The ``__dict__`` of an object, bypassing its class's ``__getattribute__``; ``None`` if it has none."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
@@ -201,7 +201,8 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
 
 
 def reachable(roots: Iterable[Any], enter: Callable[[Any], bool]) -> Iterator[Any]:
-    """What is in ``roots``, and in whatever ``enter`` says to look into; each object once, plain values left out."""
+    """Yield ``roots`` and everything reachable from them, each object once, skipping plain values. The walk goes into an object
+    only if ``enter`` returns true for it."""
     seen: dict[int, Any] = {}
     waiting = [*roots]
     while waiting:
@@ -215,13 +216,13 @@ def reachable(roots: Iterable[Any], enter: Callable[[Any], bool]) -> Iterator[An
 
 
 def closed_over(function: types.FunctionType) -> tuple[Any, ...]:
-    """What a function has in variables of the code around it, and as defaults."""
+    """The values in a function's closure cells, and its default arguments."""
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     return *map(cell_value, function.__closure__ or ()), *defaults
 
 
 def functions_in(roots: Iterable[Any], enter: Callable[[Any], bool]) -> list[types.FunctionType]:
-    """Functions in ``roots``, in whatever ``enter`` says to look into, and in what these functions close over."""
+    """All functions reachable from ``roots`` (see ``reachable``), including through the closures and defaults of functions."""
     found: dict[int, types.FunctionType] = {}
     waiting: list[Iterable[Any]] = [roots]
     while waiting:
@@ -233,43 +234,43 @@ def functions_in(roots: Iterable[Any], enter: Callable[[Any], bool]) -> list[typ
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """What is in nested containers, and no plain value."""
+    """Yield ``value`` and everything in nested containers of it, except plain values."""
     return reachable([value], lambda one: isinstance(one, CONTAINERS))
 
 
 def items(container: Any) -> list[Any]:
-    """What is in it; of a dict, keys and values."""
+    """The items of a container; for a dict, its keys and values."""
     return [*container.keys(), *container.values()] if isinstance(container, dict) else [*iter(container)]
 
 
 def refill(container: Any, others: Any) -> None:
-    """Put ``others`` instead of what is in it."""
+    """Replace the items of a container by ``others``, in place."""
     container.clear()
     (container.update if isinstance(container, (dict, set)) else container.extend)(others)
 
 
 def is_open(value: Any) -> bool:
-    """Whether it is an object with attributes of its own, such as a configuration, that may be looked into."""
+    """Whether ``value`` is an object whose attributes are walked, such as a configuration."""
     if isinstance(value, (*PLAIN, *CONTAINERS, *CLOSED)) or getattr(type(value), "_lowtide_runtime", False):
-        return False  # a planned forward that a wrapper keeps is none of the model's state
+        return False  # a planned forward kept by a wrapper is not part of the model's state
     return bool(fields(value))
 
 
 def fields(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots included, past what its class makes of reading them: a configuration may
-    refuse to answer."""
+    """The attributes of an object, slots included, bypassing its class's ``__getattribute__``, which may raise (as some
+    configurations do)."""
     own = getattr(value, "__dict__", None)
     return {**(own if type(own) is dict else {}), **in_slots(value)}
 
 
 def in_slots(value: Any) -> dict[str, Any]:
-    """What an object has in slots, by name, past what its class makes of reading it."""
+    """The values in an object's slots, by name, bypassing its class's ``__getattribute__``."""
     found = {}
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__"):
-                # Python stores a hidden one under a name of the class's.
+                # Python mangles a private name (two leading underscores) with the class's name.
                 hidden = name.startswith("__") and not name.endswith("__")
                 name = f"_{base.__name__.lstrip('_')}{name}" if hidden else name
                 with contextlib.suppress(AttributeError):

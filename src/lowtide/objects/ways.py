@@ -1,4 +1,4 @@
-"""The ways to plain values in a structure (``objects.structure``), and what stands there."""
+"""Find and replace plain values in a structure (``objects.structure``) by their ways (paths of keys, indices, attributes)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PLAIN = frozenset(PLAIN)
 
 
 def values_in(structure: Any, way: Way = ()) -> Iterator[tuple[Way, Any]]:
-    """What is no tensor in the structure of ``(args, kwargs)``, and by which way: the number or the name of an argument, and
-    from there on."""
+    """Yield ``(way, value)`` for every leaf that is not a tensor in the structure of ``(args, kwargs)``. A way begins with the
+    index or name of an argument, followed by the keys and attribute names inside it."""
     if not way:
         for arguments in structure.leaves:
             if any(type(child) is not Slot for child in arguments.leaves):
@@ -42,13 +42,13 @@ def values_in(structure: Any, way: Way = ()) -> Iterator[tuple[Way, Any]]:
 
 
 def with_values(structure: Any, others: Mapping[Way, Any]) -> Any:
-    """The same with ``others`` in the places that ``values_in`` has."""
+    """A copy of the structure in which the values at the ways in ``others`` are replaced. Ways are those of ``values_in``."""
     given = iter([others.get(way, value) for way, value in values_in(structure)])
     return replaced(structure, lambda leaf: leaf if type(leaf) is Slot else next(given))
 
 
 def alike(way: Way) -> Way:
-    """What ways have in common that lead to the same in other items of lists."""
+    """The way with list indices masked: equal for ways that lead to the same place in different items of lists."""
     return way[0], *(None if type(key) is int else key for key in way[1:])
 
 

@@ -1,4 +1,4 @@
-"""Where attributes of a model are: of its modules, and of objects that they hold."""
+"""Paths to the attributes of a model: those of its modules, and those of objects that the modules hold."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lowtide.capture.sharded import is_bookkeeping
 from lowtide.objects import structure
 from lowtide.objects.walk import ABSENT, CONTAINERS, OWN, PLAIN, fields, is_open
 
-_OF_HIDDEN = {"training", "_modules"}  # what is looked at of modules that are not registered
+_OF_HIDDEN = {"training", "_modules"}  # built-in attributes walked in modules that are not registered submodules
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOLDING = (*CONTAINERS, functools.partial, types.MethodType, types.BuiltinMethodType)
-_PARTS = ("func", "args", "keywords", "__self__")  # of those that are no containers
+_PARTS = ("func", "args", "keywords", "__self__")  # of partials and bound methods
 _SHOWN = 3
 
-_WITHIN = "\0"  # between an attribute, and what of the object or container in it
+_WITHIN = "\0"  # separates the name of an attribute from the names of parts nested in its value
 
-# The path of a module, and the name of its attribute; behind it, after _WITHIN each, those of parts of the object in it.
+# A module's path and an attribute's name. For a nested part, names of the parts follow the attribute's, each after _WITHIN.
 AttributePath = tuple[str, str]
 
 
@@ -36,13 +36,13 @@ def of_modules(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
 
 
 def attributes_of(model: nn.Module) -> Iterator[tuple[AttributePath, Any]]:
-    """Those of modules, and of the objects that they hold; every object once."""
+    """Yield the attributes of modules and of the objects that they hold. Each object is entered once."""
     return ((place, value) for place, value, _ in with_owners(model))
 
 
 def with_owners(model: nn.Module, entered: list[Any] | None = None) -> Iterator[tuple[AttributePath, Any, Any]]:
-    """The same, with the object whose attribute it is; ``None`` for a module of the model. ``entered`` gets all objects and
-    containers that attributes were looked for in."""
+    """Yield place, value and owner of each attribute (``attributes_of``). The owner is the object that has the attribute, or
+    ``None`` for a module of the model. All objects and containers searched are appended to ``entered``."""
     seen: dict[int, Any] = {id(module): module for module in model.modules()}
     waiting: deque[tuple[AttributePath, Any, bool, Any]] = deque(
         (place, value, True, None) for place, value in of_modules(model)
@@ -71,24 +71,24 @@ def with_owners(model: nn.Module, entered: list[Any] | None = None) -> Iterator[
 
 
 def enclosing(place: AttributePath) -> Iterator[AttributePath]:
-    """The objects and containers that it is in."""
+    """The places of the objects and containers around a place, outermost first."""
     parts = place[1].split(_WITHIN)
     return ((place[0], _WITHIN.join(parts[:count])) for count in range(1, len(parts)))
 
 
 def is_within(place: AttributePath) -> bool:
-    """Whether it is of an object that a module holds."""
+    """Whether a place is inside an object that a module holds, not an attribute of the module itself."""
     return _WITHIN in place[1]
 
 
 def parts_of_holder(value: Any) -> list[Any]:
-    """What is in a container, the keys of a dictionary too; or what a method or a partial function is made of."""
+    """The items of a container (keys of a dictionary included), or the parts of a bound method or partial."""
     keys = [*value] if isinstance(value, dict) else []
     return [*keys, *_parts(value).values()]
 
 
 def locate(model: nn.Module, place: AttributePath) -> tuple[Any, str] | None:
-    """The module or object whose attribute it is, and the attribute's own name; ``None`` where there is no such object now."""
+    """The module or object that has the attribute, and the attribute's own name; ``None`` if that object is gone."""
     owner: Any = model
     for name in place[0].split(".") if place[0] else ():
         owner = owner._modules[name]
@@ -99,7 +99,7 @@ def locate(model: nn.Module, place: AttributePath) -> tuple[Any, str] | None:
 
 
 def owned(model: nn.Module, place: AttributePath) -> tuple[int, str]:
-    """The id of the module or object, and the attribute's own name."""
+    """The id of the module or object that has the attribute, and the attribute's own name."""
     owner, name = locate(model, place) or (None, "")
     return id(owner), name
 
@@ -110,7 +110,7 @@ def value_at(model: nn.Module, place: AttributePath) -> Any:
 
 
 def _parts(owner: Any) -> dict[str, Any]:
-    """The attributes of a module or an object, and the items of a container."""
+    """The attributes of a module or object, or the items of a container, by name."""
     if isinstance(owner, nn.Module):
         return vars(owner)
     if isinstance(owner, dict):
@@ -146,13 +146,13 @@ def texts(places: Sequence[AttributePath]) -> str:
 
 
 def sharing(model: nn.Module, places: Collection[AttributePath]) -> list[AttributePath]:
-    """These, and the other attributes with one of the containers in them."""
+    """The ``places``, and other module attributes whose value is the same container as at one of them."""
     held = {id(value) for value in (value_at(model, place) for place in places) if isinstance(value, CONTAINERS)}
     return [*places, *(place for place, value in of_modules(model) if id(value) in held and place not in places)]
 
 
 def root(place: AttributePath) -> AttributePath:
-    """The attribute of a module that it is, or is in."""
+    """The module attribute that a place is, or is nested in."""
     return place[0], place[1].split(_WITHIN)[0]
 
 
@@ -162,6 +162,6 @@ def leaf(place: AttributePath) -> str:
 
 
 def named(names: Sequence[str]) -> str:
-    """The first few of them."""
+    """The first few names, joined for a message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
