@@ -1,9 +1,8 @@
-"""What a program depends on that no argument of the call shows: what the model's Python code read while it was captured.
+"""Guards of a program: conditions on the Python state, other than the arguments, that the model's code read during capture.
 
-``Guards`` keeps the values that were read (``guards.observe``) and how the model's modules were put together, and tells
-before each planned call whether all of it is still so: numbers, strings and holders (``objects.walk``) are compared by
-what they are or hold, everything else is the very same object. Where nothing has changed, ``guards.quick`` says so in
-some ten nanoseconds a value.
+``Guards`` keeps the values that were read (``guards.observe``) and the wiring of the model's modules, and checks before each
+planned call whether all of it is unchanged. Numbers, strings and holders (``objects.walk``) are compared by value or content,
+everything else by identity. If nothing has changed, ``guards.quick`` confirms it in some ten nanoseconds a value.
 """
 
 from __future__ import annotations
@@ -42,17 +41,18 @@ from lowtide.objects.walk import ABSENT, PLAIN, content
 from lowtide.program.scalars import CHANGING
 
 _REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules", "has other attributes")
-_CALLING = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__")  # what it is to call a module, and to ask it
-# And to take others from it.
+_CALLING = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__")  # used to call modules and read attributes
+# Used to get items from modules that are containers.
 _HOLDING = ("__bool__", "__contains__", "__getitem__", "__iter__", "__len__", "__reversed__")
-_BESIDE = ("part", "computed")  # kinds of numbers that are not noted by themselves
+_BESIDE = ("part", "computed")  # kinds of numbers that have no recorded read of their own
 _OTHERWISE = {Form: " holds other things", OneContainer: " is no longer another attribute's"}
-_MOST_REMAKES = 8  # of the quick function, where equal values are put anew before each call
+_MOST_REMAKES = 8  # of the quick check, since a caller may set new but equal values before each call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guards:
-    """``wiring``: of the modules, in order, see ``_wiring``. ``contents``: of holders that were read."""
+    """The conditions under which a program is valid. ``wiring``: of the modules, in order (``_wiring``). ``contents``: of
+    holders that were read. ``hidden``: unregistered modules, with their parts. ``files``: the states of opened files."""
 
     wiring: Sequence[tuple[Any, ...]] = ()
     reads: tuple[Read, ...] = ()
@@ -72,10 +72,10 @@ class Guards:
         after: Collection[tuple[AttributePath, Any]] = (),
         compared: Iterable[ComparedNumber] = (),
     ) -> Guards:
-        """Of what was read, what must stay as it was. ``free``: attributes that may be anything, but for those that are
-        ``told`` by more than the values of tensors in them; ``followed``: tensors whose layout alone matters; ``after``: other
-        values than the model has now; ``compared``: how numbers compare that may be others. What the forward pass changes
-        outside of the model is no condition: it would not hold for the next call."""
+        """Make guards from recorded reads. ``free``: attributes that may have any value, but those also in ``told`` must keep
+        everything except the values of their tensors; ``followed``: tensors of which only the layout is guarded; ``after``:
+        values to expect instead of the current ones; ``compared``: numbers guarded only by how they compared. What the forward
+        pass changed outside of the model is not guarded: the guard would fail in the next call."""
         anywhere = Contents()
         anywhere.keep(value_at(model, place) for place in free)
         layouts = {id(tensor): tensor_key(tensor) for tensor in followed}
@@ -113,8 +113,8 @@ class Guards:
         )
 
     def hold(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether everything is as it was; ``modules`` are all of the model's. Where another thread captures, what it replaces
-        meanwhile is there again first."""
+        """Whether all guards hold. ``modules``: all modules of the model. If the quick check fails while another thread
+        captures, wait until that thread has restored what it patched, and check again."""
         if self._quick and self._quick[-1]():
             return True
         waits = not CAPTURING.acquire(blocking=False)
@@ -132,11 +132,11 @@ class Guards:
             CAPTURING.release()
 
     def broken(self, model: nn.Module) -> str:
-        """In words, what is not as it was."""
+        """Describe the guards that fail, for messages."""
         return named([text for text, _ in self._broken(list(model.modules()))])
 
     def other_tensors(self, model: nn.Module) -> set[AttributePath]:
-        """Attributes of the model's modules whose tensors are not those that they were."""
+        """Places of module attributes that hold tensors and whose guards fail."""
         names = {id(module): name for name, module in model.named_modules()}
         broken = [
             read for _, read in self._broken(list(model.modules())) if read is not None and id(read.owner) in names
@@ -148,7 +148,7 @@ class Guards:
         }
 
     def other_numbers(self, model: nn.Module) -> dict[Place, Read]:
-        """Numbers that were read and are not those that they were, or compare otherwise."""
+        """Recorded numbers that have another value now, or compare differently."""
         broken = [read for _, read in self._broken(list(model.modules())) if read is not None]
         kinds = (*CHANGING, Comparisons)
         found = {r.place: r for r in broken if type(r.value) in kinds and type(current(*r[:3])) in CHANGING}
@@ -156,7 +156,7 @@ class Guards:
         return found | {part.place: part for part in parts}
 
     def compared(self) -> dict[Place, Read]:
-        """Numbers that were read, and only compared."""
+        """Recorded numbers that the code only compared."""
         return {read.place: read for read in self.reads if type(read.value) is Comparisons}
 
     def functions(self) -> list[types.FunctionType]:
@@ -175,7 +175,7 @@ class Guards:
                 yield f"{file.text} is another one", None
 
     def changed(self, reads: Iterable[Read]) -> Iterator[tuple[str, Read]]:
-        """Those of its ``reads`` that would find other values, and in words which."""
+        """Yield those of ``reads`` whose value has changed, each with a description of the change."""
         met = Met()
         for read in reads:
             value = current(*read[:3])
@@ -184,7 +184,7 @@ class Guards:
                 yield f"{read.text}{other}", read
 
     def _difference(self, kept: Any, value: Any) -> str:
-        """In words, where in two values that are not the same the difference lies."""
+        """Describe the first difference between two unequal values, for messages."""
         known = self.contents.held.get(id(kept))
         items = content(value) if known is not None and type(value) is type(kept) else None
         if known is None or items is None or isinstance(kept, np.ndarray) or len(items) != len(known.items):
@@ -197,8 +197,8 @@ class Guards:
 
 
 def _special_methods(kinds: Iterable[type]) -> list[Read]:
-    """What Python looks up in classes of modules, where nobody sees it, as it is now: some are others while a model is traced.
-    What a class does not have may come."""
+    """Reads of the special methods of module classes, which Python looks up unobserved. Read now, after the trace, because
+    some are replaced during it. Absent ones are included, since they may be added."""
     return [
         Read("class", kind, name, current("class", kind, name), f"{kind.__module__}.{kind.__qualname__}.{name}")
         for kind in (nn.Module, *kinds)
@@ -207,7 +207,7 @@ def _special_methods(kinds: Iterable[type]) -> list[Read]:
 
 
 def _as_found(read: Read, contents: Contents) -> bool:
-    """Whether a run has read it before it wrote it."""
+    """Whether the run read an attribute before it wrote it: the recorded value is still that of the model."""
     return read.kind in ("attribute", "slot") and contents.same(read.value, current(*read[:3]))
 
 
@@ -216,7 +216,7 @@ def _is_read(read: Read, reads: Reads) -> bool:
 
 
 def _others(numbers: Iterable[ComparedNumber]) -> dict[int, dict[int, Callable[[Any], bool]]]:
-    """For ``Contents``: how parts compare that may be others."""
+    """The checks of numbers that may change inside holders, by the holder's id and the item's index (``Contents.others``)."""
     found: dict[int, dict[int, Callable[[Any], bool]]] = {}
     for read, comparisons in numbers:
         _, holder, key = read.own
@@ -229,12 +229,12 @@ def _same(contents: Contents, kept: Any, value: Any, met: Met) -> bool:
 
 
 def _wiring(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
-    """Of each module what ``_REWIRED`` names. Hooks of the model itself are around its planned forward."""
+    """The wiring of each module, in the order of ``_REWIRED``. Hooks of the model itself run outside its planned forward."""
     root = modules[0]
     return [
         (
             type(module),
-            (module,),  # in which the same is equal, however modules compare
+            (module,),  # a tuple, so that identity counts, whatever ``__eq__`` the module has
             () if module is root else hooks_of(module),
             [*module._modules.items()],
             compiled_attributes(module),
@@ -244,7 +244,7 @@ def _wiring(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
 
 
 def _rewired(wiring: Sequence[Any], modules: Sequence[nn.Module]) -> Iterator[str]:
-    """In words, what is put together otherwise."""
+    """Describe the changes in how modules are wired."""
     if len(modules) != len(wiring):
         yield f"{len(modules)} modules instead of {len(wiring)}"
         return

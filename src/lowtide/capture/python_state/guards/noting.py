@@ -1,4 +1,4 @@
-"""Classes that note what is read of their objects, and what is written to them, for a time."""
+"""Temporarily instrument classes to record attribute reads and writes of their objects."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lowtide.objects.walk import ABSENT, class_attribute
 
 Note = Callable[[Any, str], None]
 SAVING = frozenset({"_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks"})  # of a module
-_TELLING = ("state_dict", "_save_to_state_dict", "__dir__")  # methods of modules whose results are what they read
+_TELLING = ("state_dict", "_save_to_state_dict", "__dir__")  # methods of modules that return the attributes they read
 _LIBRARIES = (nn.Module.__module__, "functools")
 _METHODS = ("__getattribute__", "__setattr__", "__delattr__")
 
 
 class NotingClasses:
-    """While somebody listens, every read and write of an attribute is noted, of objects of a class that was added."""
+    """A set of instrumented classes. Inside ``noted``, every attribute read and write of their objects is reported."""
 
     def __init__(self) -> None:
         self._notes: dict[str, Note] = {}
-        self._before: dict[type, dict[str, Any]] = {}  # what the classes had instead
-        self._added: dict[type, None] = {}  # at any time
+        self._before: dict[type, dict[str, Any]] = {}  # the classes' own methods, to restore
+        self._added: dict[type, None] = {}  # all classes ever added
 
     @contextlib.contextmanager
     def noted(self, read: Note, write: Note) -> Iterator[None]:
-        """Inside, both are called with the object and the name of its attribute."""
+        """Inside the context, call ``read`` or ``write`` with the object and the attribute's name at each access."""
         self._notes.update(zip(_METHODS, (read, write, write), strict=True))
         try:
             yield
@@ -36,15 +36,16 @@ class NotingClasses:
             self._notes.clear()
 
     def add(self, kind: type) -> bool:
-        """Whether all reads of objects of the class are noted from now on; a method in Python may read where nobody sees it."""
+        """Instrument a class. Returns whether all reads of its objects are seen from now on: not if it cannot be changed, or
+        has its own ``__getattribute__`` or ``__getattr__`` in Python, which may read unseen."""
         get: Any = kind.__getattribute__
         original = getattr(get, "_original", get)
-        if original is get:  # else a base notes already
+        if original is get:  # else a base is instrumented already
             methods = {name: _noting(self._notes, name, getattr(kind, name)) for name in _METHODS}
             before = {name: vars(kind).get(name, ABSENT) for name in methods}
             try:
                 _put(kind, methods)
-            except (TypeError, AttributeError, RuntimeError):  # a class made elsewhere, or whose class forbids it
+            except (TypeError, AttributeError, RuntimeError):  # a class defined in C, or protected by its metaclass
                 return False
             self._before[kind] = before
             self._added[kind] = None
@@ -77,6 +78,6 @@ def _noting(notes: dict[str, Note], operation: str, method: Any) -> Any:
 
 
 def is_for_own_ends(reader: types.FrameType) -> bool:
-    """Whether a library reads all attributes of an object to find one, or what of a module is saved to register a buffer: code
-    that calls it does not learn of others."""
+    """Whether the reading code is in ``torch.nn`` or ``functools`` and reads for itself, to find one attribute or to register a
+    buffer: its caller learns nothing about the other attributes."""
     return reader.f_globals.get("__name__") in _LIBRARIES and reader.f_code.co_name not in _TELLING

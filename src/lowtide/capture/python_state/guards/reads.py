@@ -1,4 +1,4 @@
-"""What Python code read while it ran: the records that an observer makes, and how guards compare them."""
+"""Records of what Python code read (made by an observer), and how guards compare them with current values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Place = tuple[str, int, Any]
 
 
 class Read(NamedTuple):
-    """A value that was read. ``kind``: where ``owner`` has it under ``name`` (``objects.places.current``)."""
+    """A recorded value and its place: of ``owner`` under ``name``, found in the way of ``kind``
+    (``objects.places.current``)."""
 
     kind: str
     owner: Any
@@ -39,27 +40,27 @@ class Read(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """By which reads are told apart."""
+        """The key that identifies a read."""
         return self.kind, id(self.owner), self.name
 
     @property
     def outer(self) -> Place:
-        """The place of what a part is of."""
+        """The place of the value that contains a part; for other kinds, the read's own place."""
         return (self.name[0], id(self.owner), self.name[1]) if self.kind == "part" else self.place
 
     @property
     def own(self) -> tuple[str, Any, Any]:
-        """The kind, owner and name of a part in its holder, or of anything else."""
+        """Kind, owner and name; for a part, those in its innermost holder."""
         return ("held", *innermost(self.owner, self.name)) if self.kind == "part" else self[:3]
 
 
 def read_of(argument: Changing) -> Read:
-    """Of a value among the arguments of a call, which is another one in every call."""
+    """The read of an argument value that changes from call to call."""
     return Read("argument", argument.values, argument.way, argument.value, argument.text)
 
 
 class Content(NamedTuple):
-    """A holder, and what was in it when it was first reached."""
+    """A holder, and its items when it was first reached."""
 
     holder: Any
     items: tuple[Any, ...]
@@ -67,8 +68,9 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What was in holders, by their ids. ``free``: ids of holders that may hold anything; ``layouts``: of tensors, by their
-    ids, whose layout alone matters; ``others``: whether another number may be in a holder, by its id, at an index."""
+    """The recorded items of holders, by the holders' ids. ``free``: ids of holders whose content may change; ``layouts``:
+    layouts of tensors of which nothing else matters, by id; ``others``: checks of numbers that may change, by holder id and
+    index."""
 
     held: dict[int, Content] = field(default_factory=dict)
     free: frozenset[int] = frozenset()
@@ -76,7 +78,7 @@ class Contents:
     others: Mapping[int, Mapping[int, Callable[[Any], bool]]] = field(default_factory=dict)
 
     def keep(self, some: Iterable[Any], entered: Callable[[Any], bool] = lambda _: True) -> None:
-        """Add what holders among these hold, and those in them, where they are ``entered``."""
+        """Record the items of the holders among ``some``, recursively, except holders for which ``entered`` is false."""
         waiting = [*some]
         while waiting:
             value = waiting.pop()
@@ -86,7 +88,8 @@ class Contents:
                 waiting += items
 
     def same(self, kept: Any, value: Any, met: Met | None = None) -> bool:
-        """Whether a value is to the program what ``kept`` was. ``met``: of several values, to be one where they were one."""
+        """Whether ``value`` is equivalent to ``kept`` for the program. ``met``: shared by several calls to compare aliasing
+        too."""
         if id(kept) in self.layouts:
             return isinstance(value, torch.Tensor) and tensor_key(value) == self.layouts[id(kept)]
         known = self.held.get(id(kept))
@@ -111,13 +114,13 @@ class Contents:
         )
 
     def different(self, kept: Any, value: Any) -> list[tuple[int, Any, Any]]:
-        """Where two holders of one type and of as many items, of which the first is known, hold something else, and what."""
+        """Index, old and new item of each difference between a recorded holder and one of the same type and length."""
         others, held = self.others.get(id(kept), {}), zip(self.held[id(kept)].items, content(value) or (), strict=True)
         pairs = [(index, *pair) for index, pair in enumerate(held) if index not in others]
         return [(index, one, other) for index, one, other in pairs if not self.same(one, other)]
 
     def other_numbers(self, read: Read) -> Iterator[Read]:
-        """Numbers somewhere in what was read that are other ones there now, each as a part."""
+        """Yield the numbers nested in a recorded value that have changed, each as a read of kind ``part``."""
         waiting: list[tuple[Any, Any, tuple[Any, ...], str]] = [
             (read.value, current(*read[:3]), (read.kind, read.name), read.text)
         ]
@@ -139,33 +142,34 @@ class Contents:
 
 
 class Met:
-    """Pairs of holders that were compared."""
+    """The pairs of holders compared so far, to detect changed aliasing and to end cycles."""
 
     def __init__(self) -> None:
-        self._pairs: dict[tuple[int, int], Any] = {}  # with the values, so that no id comes again
+        self._pairs: dict[tuple[int, int], Any] = {}  # keeps the values alive, so that no id is reused
         self._partners: tuple[dict[int, int], dict[int, int]] = {}, {}
 
     def agree(self, kept: Any, value: Any) -> bool:
-        """Whether one of two containers that can be written has no other partner."""
+        """Whether two mutable containers have only been paired with each other, so that aliasing is the same; true for
+        others."""
         if not isinstance(kept, (*MUTABLE, types.SimpleNamespace)):
             return True
         one, other = self._partners
         return one.setdefault(id(kept), id(value)) == id(value) and other.setdefault(id(value), id(kept)) == id(kept)
 
     def first(self, kept: Any, value: Any) -> bool:
-        """Whether they meet for the first time."""
+        """Whether this pair is compared for the first time. Adds it."""
         new = (id(kept), id(value)) not in self._pairs
         self._pairs[id(kept), id(value)] = value
         return new
 
 
 def identical(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether both are of the very same objects."""
+    """Whether two sequences consist of the very same objects."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _equal(kept: Any, value: Any) -> bool:
-    if isinstance(kept, types.MethodType) and isinstance(value, types.MethodType):  # made anew where they are read
+    if isinstance(kept, types.MethodType) and isinstance(value, types.MethodType):  # each read creates a new one
         return kept.__func__ is value.__func__ and kept.__self__ is value.__self__
     if type(kept) is not type(value) or not isinstance(kept, (*PLAIN, np.generic)):
         return False
@@ -176,26 +180,26 @@ def _equal(kept: Any, value: Any) -> bool:
 
 @dataclass(eq=False)
 class Reads:
-    """All that one or several runs read: single values by kind, owner and name, and holders by their ids."""
+    """Everything that one or several runs read: values by place, the contents of holders by id, and more."""
 
     values: dict[Place, Read] = field(default_factory=dict)
     contents: dict[int, Content] = field(default_factory=dict)
-    hidden: dict[int, tuple[nn.Module, list[Any]]] = field(default_factory=dict)  # modules that are registered nowhere
+    hidden: dict[int, tuple[nn.Module, list[Any]]] = field(default_factory=dict)  # modules not registered in the model
     files: dict[Watched, Any] = field(default_factory=dict)
     caches: dict[int, Results] = field(default_factory=dict)  # of the user's functions, by their ids
-    unknown: dict[int, str] = field(default_factory=dict)  # objects that do not show what they hold, or give it away
+    unknown: dict[int, str] = field(default_factory=dict)  # objects whose state is hidden, or consumed by reading
 
     @property
     def holders(self) -> list[Any]:
         return [held.holder for held in self.contents.values()]
 
     def add(self, later: Reads) -> None:
-        """Those of a later run, where nothing is known from earlier ones."""
+        """Add reads of a later run at places that earlier runs did not read."""
         for mine, others in zip(vars(self).values(), vars(later).values(), strict=True):
             mine.update({key: value for key, value in others.items() if key not in mine})
 
     def prefer(self, later: Reads) -> None:
-        """What a later run found, where an earlier one has changed it: the program is the later run's."""
+        """Add reads of a later run, replacing earlier ones: the program comes from the later run."""
         for mine, others in zip(vars(self).values(), vars(later).values(), strict=True):
             mine.update(others)
 
@@ -204,12 +208,12 @@ class Reads:
             self.values.pop(read.place, None)
 
     def note(self, kind: str, owner: Any, name: str, value: Any, text: str) -> None:
-        value = stood_for(value)  # what is there when nothing is captured
+        value = stood_for(value)  # the original of a function patched for capture
         self.values.setdefault((kind, id(owner), name), Read(kind, owner, name, value, text))
 
     def refuse_unknown(self) -> None:
-        """Raises ``CaptureError`` where such objects were read; at once, since a capture cannot put back what it takes there,
-        and once more at the end, since the user's code may have caught that."""
+        """Raise ``CaptureError`` if objects of unknown state were read. Called at once, since a capture cannot restore what it
+        consumes, and again at the end, since the user's code may have caught the first error."""
         if self.unknown:
             raise CaptureError(
                 "the forward pass reads objects of native code that do not show what they hold, or generators "
@@ -219,19 +223,19 @@ class Reads:
             )
 
     def note_names(self, owner: Any, found: Iterable[str], text: str) -> None:
-        """That ``owner`` has attributes of these names."""
+        """Record the names of the attributes of ``owner``."""
         names = tuple(found)
         self.contents[id(names)] = Content(names, names)
         self.note("names", owner, "", names, f"the attributes of {text}")
 
 
 def compiled_attributes(module: nn.Module) -> list[str]:
-    """What a module that ``torch.jit`` has compiled has in its attributes, which Python code does not read."""
+    """The attributes of a module compiled by ``torch.jit``, as text; Python code does not read them."""
     return [sys.intern(module._c.dump_to_str(False, True, False))] if isinstance(module, torch.jit.ScriptModule) else []
 
 
 def put_together(module: nn.Module) -> list[Any]:
-    """What a module is made of: classes, parameters, buffers, hooks and submodules, all the way down."""
+    """The parts of a module and all its submodules: classes, parameters, buffers, children and hooks."""
     return [
         part
         for one in module.modules()
@@ -243,13 +247,14 @@ def put_together(module: nn.Module) -> list[Any]:
 
 
 def is_registered(owner: Any, name: str) -> bool:
-    """Whether a module finds there a parameter, a buffer or a submodule."""
+    """Whether ``name`` is a parameter, buffer or submodule of a module."""
     own = vars(owner) if isinstance(owner, nn.Module) else {}
     return name not in own and any(name in own.get(each, ()) for each in ("_parameters", "_buffers", "_modules"))
 
 
 def decided_by(owner: Any, name: str) -> list[tuple[str, Any]]:
-    """What decides an attribute of an object: its own one or, where there is none, that none is there and its class's."""
+    """The places (kind, owner) that determine an attribute of an object: the instance's and, if that may not decide, its
+    class's."""
     kind = type(owner)
     if name == "__class__":
         return [("type", owner)]
@@ -260,6 +265,6 @@ def decided_by(owner: Any, name: str) -> list[tuple[str, Any]]:
     if own is None:
         return [("class", kind)]
     here: list[tuple[str, Any]] = [("attribute", owner)]
-    # A property that the class of a module, or one that it is derived from, gets would come first.
+    # A property later added to a module's class or its bases would take precedence.
     decided = isinstance(owner, nn.Module) or isinstance(of_class, property) or (name not in own)
     return [*here, ("class", kind)] if decided else here
