@@ -1,12 +1,11 @@
-"""Numbers that a forward pass compares with others, or hands to operators: a draw of Python's generator, the number of a step,
-the weight of a term that is annealed.
+"""Numbers that a forward pass only compares or passes to operators, such as a draw from Python's generator, a step count, or
+an annealed loss weight.
 
-While the pass is traced a ``StandIn`` stands for the number, and what it is compared with is noted, also after sums and
-products with other numbers. Another number makes the same program where all of these ``Comparisons`` have the same answers. A
-pass may count the number on, too, which planned calls then do. It may hand it to operators that take one
-(``capture.taken_numbers``), which makes it an input of the program (``program.scalars``). Where it does anything else with it,
-comes to it by another way, or asks for classes with ``type``, which no stand-in can answer, it is traced again, with the number
-itself.
+During the trace a ``StandIn`` replaces the number and records its comparisons, also those after arithmetic with other numbers.
+Another number yields the same program if all these ``Comparisons`` have the same answers. The pass may also update the number
+(count on), which planned calls then do too, or pass it to operators that accept one (``capture.taken_numbers``), which makes it
+an input of the program (``program.scalars``). If the pass does anything else with it, reaches it by another way, or asks for
+classes with ``type``, which no stand-in can answer, it is traced again with the number itself.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from lowtide.program.scalars import (
 
 @dataclass(slots=True, eq=False)
 class Comparisons:
-    """How a number of type ``kind``, at a ``place`` among others, was compared: the operations it went through, the last of
-    which compares, and the answers. ``counting``: the operations that made it the number that the pass left in its place.
-    ``number``: among those that may be inputs of the program, if it may; ``moved``: operators are given another; ``taken``:
-    what they took, of all of these. ``join``: what becomes of it and another one. ``tensor``: which the pass has computed and
-    has read it of, if it has: nobody knows its value before; ``convert``: told of code that converts it. ``kept``: whether
-    something still has it when the pass is over, as a result or, where it has failed, an error may."""
+    """How a number of type ``kind``, the ``place``-th of a trace, was compared: sequences of operations, the last of which
+    compares, and their ``answers``. ``counting``: the operations that produced the number that the pass left in its place.
+    ``number``: its index among possible inputs of the program, or ``None``. ``moved``: operators are given a different number.
+    ``taken``: what operators took, shared by all numbers. ``join``: computes a function of two numbers. ``tensor``: the tensor
+    of the program that the number was read from, if any; its value is unknown before the call. ``convert``: called for code
+    that converts the number. ``kept``: something (a result, or after a failure an error) holds a stand-in after the pass."""
 
     kind: type
     place: int = 0
@@ -69,26 +68,26 @@ class Comparisons:
 
     @classmethod
     def equal_to(cls, value: Any) -> Comparisons:
-        """As if it had been compared with its own value."""
+        """Comparisons of a number that must stay equal to ``value``."""
         return cls(type(value), answers=[((Operation(operator.eq, value),), True)])
 
     def hold(self, value: Any) -> bool:
-        """Whether another number in its place compares as it did."""
+        """Whether ``value`` in the number's place gives the same answers."""
         if type(value) is not self.kind or not (self.number is None or can_be_input(value)):
             return False
         try:
             return all(result_of(operations, value) == answer for operations, answer in self.answers)
-        except (ArithmeticError, TypeError):  # where eager comes to another answer first, or raises it
+        except (ArithmeticError, TypeError):  # eager gets another answer before, or raises the same error
             return False
 
     @property
     def decides(self) -> bool:
-        """Whether another number may make another program."""
+        """Whether another number may lead to another program."""
         return any(operations[-1] != _AMONG_NONE for operations, _ in self.answers)
 
     def turns(self, read: Read, calls: int) -> bool:
-        """Whether the number compares otherwise within so many ``calls``, each of which adds as much as the last one did to the
-        value that was read before."""
+        """Whether the number will compare differently within the next ``calls``, assuming that each adds the difference between
+        the current value and the one in ``read``."""
         now = current(*read[:3])
         if type(now) is not self.kind or type(read.value) is not self.kind:
             return False
@@ -96,18 +95,18 @@ class Comparisons:
 
     @property
     def begin(self) -> Operations:
-        """What makes the number of one of Python's."""
+        """The initial conversion of a plain Python number to ``kind``, for kinds other than Python's own."""
         return (Operation(self.kind),) if self.kind in CHANGING and self.kind not in NUMBERS else ()
 
     def stand_in(self, value: Any, operations: Operations = ()) -> Any:
-        """For ``value``, which the number has become by these operations."""
+        """Make a stand-in for ``value``, the result of applying ``operations`` to the number."""
         kind = StandIn if self.kind in CHANGING else text_stand_in(self.place)
         made = kind(value, self, operations or self.begin)
         self._stand_ins.append(weakref.ref(made))
         return made
 
     def lies_among(self, special: tuple[float, ...], one: StandIn) -> None:
-        """An operator takes what it has become, of which no ``special`` number, and none beyond one, makes another."""
+        """Record that an operator takes ``one``: its position among the operator's ``special`` numbers must stay the same."""
         if self.tensor is not None:
             if special:
                 raise one.misused()
@@ -117,8 +116,8 @@ class Comparisons:
         self.answers += [answer] if answer not in self.answers else []
 
     def take(self, value: Any, operations: Operations) -> Any:
-        """An operator takes ``value``, which the number has become by these operations: what it is given. Where ``moved``, that
-        is a number close to it, as nothing else that operators take is, so that what comes of it is known by its value."""
+        """Record that an operator takes ``value``, the result of ``operations``, and return what to pass to it. If ``moved``,
+        that is a nearby number unlike any other taken one, so that values derived from it can be recognized."""
         assert self.number is not None
         source = Source(self.number, operations)
         known = next((one for one in self.taken if one.source == source and not one.placed), None)
@@ -129,9 +128,10 @@ class Comparisons:
         return known.shown
 
     def take_at(self, ends: Sequence[tuple[int, Operations]], last: int) -> list[int] | None:
-        """The same where an operator takes it, and what is so far behind it, as places in a tensor, the first of which may be
-        from 0 to ``last``: what it is given, ``None`` where nothing would tell these from other numbers."""
-        begin = ends[0][0] if self.tensor is None else 0  # nobody knows where, so that any place does
+        """Record that an operator takes ``ends`` (the number and others at fixed distances from it) as positions in a tensor,
+        the first one between 0 and ``last``. Returns what to pass to it, or ``None`` if the positions could not be
+        recognized."""
+        begin = ends[0][0] if self.tensor is None else 0  # its value is unknown: any position does
         values = [begin + value - ends[0][0] for value, _ in ends]
         if last == 0:
             return values
@@ -141,23 +141,23 @@ class Comparisons:
         return None if made is None else [one.shown for one in made]
 
     def count(self, left: StandIn) -> bool:
-        """The pass has left this one in the number's place: whether that is another number."""
+        """Record the stand-in that the pass ``left`` in the number's place. Returns whether the number was updated."""
         self.used_otherwise = self.used_otherwise or left.comparisons is not self or type(left.value) is not self.kind
         self.counting = left.operations[len(self.begin) :]
         return bool(self.counting)
 
     def ended(self) -> None:
-        """The pass is over: what has kept a stand-in, its result say, does more with it than what is known."""
+        """The pass is over: note whether anything (such as its result) has kept a stand-in, whose further use is unknown."""
         self.kept = any(one() is not None for one in self._stand_ins)
         self._stand_ins.clear()
 
 
-_FEW = range(1, 17)  # programs that a counter's remainders may make
+_FEW = range(1, 17)  # moduli of a counter for which one program per remainder is acceptable
 
 
 class StandIn(torch.SymFloat):
-    """Stands for a number while it is compared with numbers or handed to operators. Its class says that it is one; PyTorch's
-    functions take it for a symbolic one, of which they let their modes know."""
+    """Replaces a number during a trace and records comparisons and arithmetic. ``__class__`` reports the number's type. As a
+    ``SymFloat`` it is accepted by PyTorch's functions, which pass it on to the active modes."""
 
     def __init__(self, value: Any, comparisons: Comparisons, operations: Operations) -> None:
         self.value, self.comparisons, self.operations = value, comparisons, operations
@@ -171,12 +171,13 @@ class StandIn(torch.SymFloat):
         return type(self.value)
 
     def taken(self, special: tuple[float, ...]) -> Any:
-        """An operator takes it, of which no ``special`` number, and none beyond one, makes another: what it is given."""
+        """Record that an operator takes this number, and return what to pass to it. ``special``: numbers that the operator
+        treats differently; another number must lie between the same ones."""
         if self.comparisons.number is None:
             raise self.misused()
         self.comparisons.lies_among(special, self)
         operations, value = self.operations, self.value
-        if self.kind not in NUMBERS:  # as PyTorch takes it
+        if self.kind not in NUMBERS:  # convert to the plain kind that PyTorch accepts
             plain = plain_kind(self.kind)
             operations, value = (*operations, Operation(plain)), plain(value)
         shown = self.comparisons.take(value, operations)
@@ -218,11 +219,11 @@ class StandIn(torch.SymFloat):
         return bool(self.compared(at_least, bound))
 
     def is_within(self, last: int) -> bool:
-        """Whether it is a place from 0 to the ``last``."""
+        """Whether the number is a position from 0 to ``last``."""
         return self.is_at_least(0) and bool(self.compared(at_most, last))
 
     def asked(self, predicate: Callable[[Any], bool]) -> bool:
-        """What a predicate says of this number alone."""
+        """The answer of a predicate of this number alone; recorded."""
         if self.comparisons.tensor is not None:
             return bool(self._joined(predicate, None))
         answer = predicate(self.value)
@@ -230,7 +231,7 @@ class StandIn(torch.SymFloat):
         return answer
 
     def through(self, function: Callable[[Any], Any]) -> StandIn:
-        """What a function of this number alone makes."""
+        """The stand-in for a function of this number alone."""
         operation = Operation(function)
         return self._made(operation(self.value), (*self.operations, operation))
 
@@ -241,7 +242,7 @@ class StandIn(torch.SymFloat):
         return made
 
     def misused(self, *_: Any) -> TypeError:
-        """More is done with it than is known."""
+        """Note that the number is used in a way that is not recorded; returns the error to raise."""
         self.comparisons.used_otherwise = True
         return TypeError("the number was not only compared")
 
@@ -256,13 +257,13 @@ class StandIn(torch.SymFloat):
         return by_numpy.called(self, function, method, inputs, options)
 
     def __array_function__(self, function: Any, kinds: Any, args: Any, options: Any) -> Any:
-        """NumPy bounds it: by two of the functions above."""
+        """Support ``np.clip``, as ``np.minimum`` of ``np.maximum``."""
         if function is not np.clip or len(args) != 3 or options:
             raise self.misused()
         return np.minimum(np.maximum(args[0], args[1]), args[2])
 
     def __index__(self) -> int:
-        """The number itself, for the programs in which it is that, where a remainder lets it be one of few."""
+        """The number as a plain integer, if a remainder limits it to few values; the program then requires this value."""
         few = (operation.function is operator.mod and operation.other in _FEW for operation in self.operations)
         if self.kind is not int or self.comparisons.tensor is not None or not any(few):
             raise self.misused()
@@ -277,7 +278,7 @@ class StandIn(torch.SymFloat):
 
     __float__ = __int__ = _converted
     __getattr__ = conjugate = hex = is_integer = as_integer_ratio = _sympy_ = _refused
-    node = property(_refused)  # what reads it as a number of Python's would
+    node = property(_refused)  # read by PyTorch code that treats it as a real ``SymFloat``
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __bool__(self) -> bool:
@@ -294,7 +295,7 @@ class StandIn(torch.SymFloat):
 
 
 def kind_of(number: Any) -> type:
-    """Of a number, or of what stands in for one."""
+    """The type of a number, or of the number that a stand-in replaces."""
     return number.kind if type(number) is StandIn else type(number)
 
 
@@ -307,7 +308,7 @@ structure.DERIVED[StandIn] = _derived
 
 
 class LateStandIn(StandIn):
-    """Stands for one that a run has read in the forward pass already: whoever does anything with it misuses it."""
+    """A stand-in placed after the forward pass: any use of it, in the backward pass, counts as misuse."""
 
     def _after(self, operation: Operation) -> tuple[Any, Operations]:
         raise self.misused()

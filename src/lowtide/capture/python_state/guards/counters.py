@@ -1,8 +1,8 @@
-"""What every forward pass changes outside of the model and reads there: a counter in a global variable or a closure, say.
+"""Counters: state outside of the model that every forward pass reads and changes, such as a global or closure variable.
 
-A planned call does not run the code that counts, so no operator may depend on it (``rehearsal``), nor come to do so in a later
-call: no code may read it (``Readers``). And a capture is no call, so it leaves what is counted as it was. What only a first
-call changes is a cache, and stays filled.
+A planned call does not run the code that counts, so no operator may depend on a counter (``rehearsal``), now or in a later
+call: no code may read it (``Readers``). A capture is not a call, so it restores counters. What only the first call changes is a
+cache, and stays filled.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _OF_OBJECTS = ("attribute", "slot", "class")
 
 
 def changed(reads: Reads) -> list[Read]:
-    """Of what one run read, what it left otherwise."""
+    """The reads of one run whose values the run has changed."""
     before = Contents(reads.contents)
-    # Results of caches are cleared for a capture's sake.
+    # Not results of caches, which the capture itself clears.
     some = (read for read in reads.values.values() if type(read.owner) is not Results)
     return [read for read in some if not before.same(read.value, current(*read[:3]))]
 
 
 def spent(some: Iterable[Read], reads: Reads) -> list[Read]:
-    """Of what a run left otherwise, what has an iterator in it that comes to an end: later runs may find it there."""
+    """The reads, of those a run changed, that contain an advanced finite iterator: later runs may find it exhausted."""
     before = Contents(reads.contents)
 
     def comes_closer(one: Any) -> bool:
@@ -58,7 +58,7 @@ def spent(some: Iterable[Read], reads: Reads) -> list[Read]:
 
 
 def refuse(lost: Sequence[Read]) -> None:
-    """Raises ``CaptureError`` for what every call changes outside of the model, and which planned calls would not."""
+    """Raise ``CaptureError`` for state outside of the model that every call changes and planned calls would not."""
     if lost:
         raise CaptureError(
             "the program depends on what its own forward pass changes outside of the model "
@@ -69,14 +69,14 @@ def refuse(lost: Sequence[Read]) -> None:
 
 
 def as_now(some: Iterable[Read]) -> Reads:
-    """The same, with what is there now."""
+    """The same reads with their current values and contents."""
     reads = Reads({one.place: one._replace(value=current(*one[:3])) for one in some})
     Contents(reads.contents).keep(one.value for one in reads.values.values())
     return reads
 
 
 class Readers:
-    """The functions of a model, and those that its code names: all that may read what a call of it leaves."""
+    """The functions of a model, and those that its code names: all code that may read state that a call leaves."""
 
     def __init__(self, model: nn.Module, reads: Reads) -> None:
         self._model = model
@@ -87,31 +87,32 @@ class Readers:
         self._functions = [*dict.fromkeys([*named, *methods])]
 
     def that_run(self, codes: Collection[types.CodeType]) -> Readers:
-        """Those of them whose code is among these."""
+        """Readers restricted to functions whose code is in ``codes``."""
         found = copy.copy(self)
         found._functions = [one for one in self._functions if one.__code__ in codes]
         return found
 
     def of(self, variables: Iterable[Read]) -> list[Read]:
-        """Those that they may do more with than to write to them."""
+        """The ``variables`` that a function may use for more than writing to them."""
         return [one for one in variables if self._read(one.name, one.kind in _OF_OBJECTS)]
 
     def of_attributes(self, places: Iterable[AttributePath]) -> list[AttributePath]:
-        """The same of attributes of the model; PyTorch's own modules know what they do with theirs."""
+        """The attributes of the model that a function may read. Those of PyTorch's own modules are left out (trusted)."""
         return [place for place in places if self._may_read(place)]
 
     def of_any(self, places: Collection[AttributePath]) -> list[AttributePath]:
-        """The same of attributes that they may have given PyTorch's own modules, too, but for those that they store alone."""
+        """The attributes that a function may read, including those put on PyTorch's own modules; not those only stored."""
         names = (leaf(place) for place in places)
         read = [self._read(name, by_string=True) and not is_only_stored(name, self._functions) for name in names]
         return list(itertools.compress(places, read))
 
     def of_objects(self, places: Iterable[AttributePath]) -> list[AttributePath]:
-        """The same where a call puts an object of its own, which no later one need read: it may be stored alone."""
+        """The attributes that a function may read, of those in which a call leaves an object of its own; not those only
+        stored."""
         return [place for place in places if self._may_read(place) and not is_only_stored(leaf(place), self._functions)]
 
     def name(self, *names: str) -> bool:
-        """Whether any of them names one of these."""
+        """Whether any of the functions names one of ``names``."""
         return any(not names_in(one.__code__).all.isdisjoint(names) for one in self._functions)
 
     def _may_read(self, place: AttributePath) -> bool:
@@ -125,7 +126,7 @@ class Readers:
 
 
 def put_back(counters: Iterable[Read], reads: Reads) -> None:
-    """Make them what they were when they were first read; ``reads`` has what was in holders then."""
+    """Restore counters to the values that were first read. ``reads`` has the original contents of holders."""
     rewound: dict[int, Any] = {}
     for counter in counters:
         read = reads.values.get(counter.place, counter)
@@ -141,7 +142,7 @@ def put_back(counters: Iterable[Read], reads: Reads) -> None:
 
 
 def _was_absent(read: Read, reads: Reads) -> bool:
-    """Whether its owner had no attribute of this name when its attributes were first read: a run has put it there."""
+    """Whether a run has added the attribute: its owner did not have the name when its attributes were first read."""
     names = reads.values.get(("names", id(read.owner), ""))
     return names is not None and read.kind in ("attribute", "class") and read.name not in names.value
 
@@ -152,7 +153,8 @@ def _can_be_filled(value: Any) -> bool:
 
 
 def _rewound(value: Any, reads: Reads, rewound: dict[int, Any]) -> Any:
-    """An iterator where this one was, one for each, also in a tuple; anything else itself."""
+    """A new iterator at the recorded position, for an iterator that advanced (also inside a tuple); other values unchanged.
+    ``rewound`` maps ids of iterators to their replacements."""
     if type(value) is tuple:
         items = tuple(_rewound(one, reads, rewound) for one in value)
         return value if identical(value, items) else items
@@ -166,13 +168,13 @@ def _rewound(value: Any, reads: Reads, rewound: dict[int, Any]) -> Any:
         for one in state:
             iterator.__setstate__(_rewound(one, reads, rewound))
         rewound[id(value)] = iterator
-    except (AttributeError, TypeError, ValueError):  # one that cannot be made again, a generator say
+    except (AttributeError, TypeError, ValueError):  # it cannot be recreated, such as a generator
         pass
     return rewound[id(value)]
 
 
 def assign(kind: str, owner: Any, name: Any, value: Any) -> None:
-    """Put ``value`` where ``owner`` has something under ``name``, see ``objects.places.current``."""
+    """Write ``value`` to a place, the inverse of ``objects.places.current``; ``ABSENT`` removes what is there."""
     variables = own_attributes(owner) if kind == "attribute" else owner if kind == "item" else None
     if variables is not None and value is not ABSENT:
         variables[name] = value
@@ -194,7 +196,7 @@ def assign(kind: str, owner: Any, name: Any, value: Any) -> None:
 
 def _fill(holder: Any, items: Sequence[Any]) -> None:
     if isinstance(holder, (*MUTABLE, defaultdict)):
-        before = len(content(type(holder)()) or ())  # what is not in it: the longest length of a deque, say
+        before = len(content(type(holder)()) or ())  # leading non-items, such as a deque's ``maxlen``
         items = items[before:]
     half = len(items) // 2
     if isinstance(holder, dict):
@@ -212,6 +214,6 @@ def _fill(holder: Any, items: Sequence[Any]) -> None:
     elif isinstance(holder, io.IOBase) and isinstance(items[1], int):
         holder.seek(items[1])
     elif isinstance(holder, (bytearray, array.array, np.ndarray)):
-        # Where it has another length, or cannot be written, it stays as it is.
+        # If it has another length or is read-only, it stays as it is.
         with contextlib.suppress(StopIteration, TypeError, ValueError):
             memoryview(cast(Any, holder)).cast("B")[:] = next(item for item in items if isinstance(item, bytes))

@@ -1,4 +1,4 @@
-"""Conditions on attributes that a pass writes, whose values are other ones in every call."""
+"""Guard conditions on attributes that a pass writes, whose values differ in every call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.objects.walk import MUTABLE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """What is in an attribute that a pass leaves tensors in, but for the values of these: their layouts, and all else."""
+    """Requires that an attribute holds the same as before except for the values of tensors, whose layouts must match."""
 
     layout: Any
 
@@ -26,13 +26,13 @@ class Form:
         return cls(layout(value))
 
     def hold(self, value: Any) -> bool:
-        """Whether another value in its place is alike."""
+        """Whether ``value`` has the same layout."""
         return bool(layout(value) == self.layout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneContainer:
-    """That there is the container of another attribute: what a pass puts into the one is in the other, too."""
+    """Requires that an attribute is the same container as another: what a pass puts into one is in the other too."""
 
     model: nn.Module
     other: AttributePath
@@ -46,7 +46,7 @@ CONDITIONS = (Comparisons, Form, OneContainer)
 
 
 def of_one_container(model: nn.Module, places: Sequence[AttributePath]) -> Iterator[Read]:
-    """The conditions that those of the attributes which have a container in common go on to do so."""
+    """Yield conditions that attributes sharing a container continue to share it."""
     first: dict[int, AttributePath] = {}
     for place in dict.fromkeys(places):
         value, located = value_at(model, place), locate(model, place)

@@ -1,5 +1,5 @@
-"""What operators are given in the place of numbers that change, while a model is traced once more: others, so that what comes
-of them is known by its value. And what is asked of such numbers where operators take them."""
+"""Substitutes for changing numbers that operators are given in a second trace: values that occur nowhere else, so that whatever
+derives from them can be recognized. Also predicates that are recorded when operators take such numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from lowtide.program.scalars import Source, Taken
 
-_TINY, _LARGE = 1e-6, 1e9  # of floats: beyond these, sums with one are rounded
+_TINY, _LARGE = 1e-6, 1e9  # floats outside this range lose the offset to rounding
 
 
 def close_to(value: Any, place: int) -> Any:
-    """A number close to it, another one for each place, so that what operators compute of them, 1 less say, are others, too;
-    the same one where it is too large for that."""
+    """A number close to ``value``, different for each ``place``, so that values derived from it (such as 1 less) differ too.
+    Returns ``value`` itself if it is too large."""
     if isinstance(value, int):
         return value + 1_000_003 + 1_009 * place
     if not abs(value) < _LARGE:
@@ -28,8 +28,9 @@ def close_to(value: Any, place: int) -> Any:
 def places_told_apart(
     sources: Sequence[Source], values: Sequence[int], last: int, taken: Sequence[Taken], moved: bool
 ) -> list[Taken] | None:
-    """Places in a tensor, the first of which may be from 0 to ``last``: other ones where they are ``moved``, all by as much,
-    so that no other number that was ``taken`` has become what one of these has. ``None`` where there are none."""
+    """Positions in a tensor to pass to an operator, the first one between 0 and ``last``. If ``moved``, all are shifted by
+    one offset such that no already ``taken`` number maps the same value to the same substitute; ``None`` if there is no such
+    offset."""
     begin = values[0]
     known = {one.source: one for one in taken if one.placed}
     pairs = {(one.value, one.shown) for one in taken if not (one.placed and one.source in sources)}
@@ -42,7 +43,7 @@ def places_told_apart(
 
 
 def at_least(value: Any, bound: int) -> Any:
-    return value >= bound  # as a place in a tensor nearly always is
+    return value >= bound  # nearly always true of positions in a tensor
 
 
 def at_most(value: Any, bound: int) -> Any:
@@ -50,5 +51,5 @@ def at_most(value: Any, bound: int) -> Any:
 
 
 def place_among(value: Any, special: tuple[float, ...]) -> tuple[int, int, bool]:
-    """Where a number lies among others, which are in order, and whether it is finite."""
+    """The position of a number among sorted ``special`` ones (left and right insertion points), and whether it is finite."""
     return bisect.bisect_left(special, value), bisect.bisect_right(special, value), math.isfinite(value)

@@ -1,5 +1,5 @@
-"""Texts that are other ones in every call, the names of files say, while one call is traced: what nobody looks at is the same
-to the program whatever it is."""
+"""Stand-ins for strings that change from call to call, such as file names. A string that no code inspects during the trace
+cannot affect the program."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _KINDS = 32
 
 
 class TextStandIn:
-    """Stands for a text: whoever looks at it misuses it. Its class says that it is one, but functions of C's that take a text
-    raise an error which names the class in truth, so that there are several of these."""
+    """Replaces a string during a trace; any look at it counts as misuse. ``__class__`` reports the string's type, but C
+    functions raise errors that name the true class. There are several such classes, to tell which string an error is
+    about."""
 
-    _lowtide_runtime = True  # nothing to look into
+    _lowtide_runtime = True  # object walks do not enter it
 
     def __init__(self, value: Any, comparisons: Any, operations: Any) -> None:
         for name, given in (("value", value), ("comparisons", comparisons), ("operations", operations)):
@@ -42,12 +43,12 @@ TEXT_STAND_INS = tuple(type(f"TextStandIn{number:02}", (TextStandIn,), {}) for n
 
 
 def text_stand_in(place: int) -> type[TextStandIn]:
-    """The class for the text at this place among others."""
+    """The stand-in class for the text with index ``place``; classes are reused cyclically."""
     return TEXT_STAND_INS[place % len(TEXT_STAND_INS)]
 
 
 def named_in(error: BaseException | None) -> frozenset[type]:
-    """The kinds of text that an error, or one that led to it, is about."""
+    """The stand-in classes named in an error's message or in those of the errors that led to it."""
     found: set[type] = set()
     while error is not None:
         found.update(kind for kind in TEXT_STAND_INS if kind.__name__ in str(error))
