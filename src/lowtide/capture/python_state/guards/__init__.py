@@ -1,1 +1,1 @@
-"""What Python code reads while a program is captured, and whether it is still the same before a planned call."""
+"""Record what Python code reads during capture, and check before a planned call that it is unchanged."""

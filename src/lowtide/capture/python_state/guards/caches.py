@@ -1,11 +1,11 @@
-"""Caches of the user's program that would keep fake tensors alive.
+"""Handle ``functools`` caches in the user's program: clear fake tensors from them, and guard the results that they hold.
 
-A model may build a constant in a function under ``functools.lru_cache`` (BEiT's relative positions). Traced, the cache
-keeps a fake tensor, which the tracer's next pass, and the user's next eager call, would be handed. Caches that hold fake
-tensors are cleared: what tracing put there goes, and the entries beside it are made again when asked for.
+A model may build a constant in a function under ``functools.lru_cache`` (BEiT's relative positions). In a trace, the cache
+keeps a fake tensor, which the next trace, and the user's next eager call, would get. So caches that hold fake tensors are
+cleared after a trace; their other entries are recomputed on demand.
 
-A method under ``functools.cache`` keeps its results by the object it belongs to. Traced, that is a copy: eager's calls find the
-result of the first one, however the object has changed since, and a capture never does.
+A method under ``functools.cache`` keeps its results by the object it belongs to. In a trace that object is a copy: an eager
+call finds the first call's result, however the object has changed since, but a capture never does.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lowtide.errors import CaptureError
 from lowtide.objects.walk import PLAIN
 
 _CACHE = type(functools.lru_cache(len))
-_NO_RESULT = (*PLAIN, type, types.FunctionType, types.BuiltinFunctionType, torch.Tensor)  # or one that is no object
+_NO_RESULT = (*PLAIN, type, types.FunctionType, types.BuiltinFunctionType, torch.Tensor)  # not tracked as results
 _DEPTH = 3  # from the cache through its entry to a tensor, or to a container of tensors
 
 
 class Results:
-    """The objects that a cache holds. Called: whether it has not been cleared since, and which of them it holds still, but for
-    numbers, texts and tensors."""
+    """The results that a cache held at construction. Calling it returns whether the cache has not been cleared since, and which
+    of these objects it still holds (not numbers, texts and tensors)."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self._misses = cache, cache.cache_info().misses
@@ -49,23 +49,24 @@ class Results:
         return filled, *(one for one in self.then if id(one) in held)
 
     def settle(self) -> None:
-        """It is to hold all that it does now, numbers and texts as well, unless it drops those by itself."""
+        """From now on expect all current results, numbers and texts included, unless the cache is full and may evict them."""
         size, most = self.cache.cache_info().currsize, self.cache.cache_info().maxsize
         self._misses = self.cache.cache_info().misses
         self._plain = tuple(self._all(PLAIN)) if most is None or size < most else ()
 
     @property
     def are_more(self) -> bool:
-        """Whether others have come since."""
+        """Whether results were added since construction."""
         return not {*map(id, self._results())} <= {*map(id, self.then)}
 
     def arguments(self) -> Iterator[Any]:
-        """That it keeps results for."""
+        """Yield the arguments for which the cache has results."""
         for key in self._table():
             yield from key if isinstance(key, tuple) else (key,)
 
     def _table(self) -> dict[Any, Any]:
-        """By their arguments, the results, or links to them in a cache of limited size, which refers to results itself."""
+        """The cache's dictionary from arguments to results; with a size limit, to links (the cache then refers to results
+        itself)."""
         own = self.cache.__dict__
         return [one for one in gc.get_referents(self.cache) if type(one) is dict and one is not own][-1]
 
@@ -83,8 +84,8 @@ class Results:
 
 
 def refuse_kept_for(copies: Mapping[int, Any], caches: Iterable[Results]) -> None:
-    """Raises ``CaptureError`` where one keeps a result for one of the ``copies`` (by their ids) or for a tensor of the
-    tracer's: for the original there may be another one. Objects that are equal to their copies find those of their copies."""
+    """Raise ``CaptureError`` if a cache has a result for one of the ``copies`` (by id) or for a traced tensor: the original may
+    have another result. Classes with their own ``__hash__`` are fine: an object equal to its copy finds the copy's result."""
     for results in caches:
         for one in results.arguments():
             copied = id(one) in copies and type(one).__hash__ is object.__hash__  # type: ignore[comparison-overlap]
@@ -96,30 +97,31 @@ def refuse_kept_for(copies: Mapping[int, Any], caches: Iterable[Results]) -> Non
 
 
 def is_cache(value: Any) -> bool:
-    """Whether it is a cached function of the user's."""
+    """Whether ``value`` is a cached function (``lru_cache``) in the user's code."""
     return type(value) is _CACHE and not is_library(value)
 
 
 class _Noting(type):
-    """Of what stands in the place of the type of caches, for ``isinstance`` too: Dynamo asks."""
+    """The metaclass of the type that replaces that of caches: ``isinstance``, which Dynamo uses, accepts all caches."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, _CACHE)
 
 
 class _Found:
-    """Every ``functools.lru_cache`` in the process, that has lived at the latest search."""
+    """The ``functools.lru_cache`` objects found by the latest search of the process."""
 
     def __init__(self) -> None:
         self._links: list[weakref.ref[Any]] = []
-        self._others = -1  # what else refers to their type
+        self._others = -1  # number of other references to their type
 
     def all(self) -> list[Any]:
-        """Looking at all objects of the process takes long. Each cache refers to its type: where as many do as before beside
-        those that are known, there are no others, unless as many of these ended at the same time (in frames of a traceback)."""
+        """All caches in the process. A search through all objects is slow, so it is skipped if the reference count of the
+        caches' type, less the known caches, is unchanged: each cache refers to its type. (A new cache is missed if another
+        reference ended at the same time, in frames of a traceback.)"""
         known = [one for link in self._links if (one := link()) is not None]
         if sys.getrefcount(_CACHE) - len(known) != self._others:
-            found = {id(one): one for one in gc.get_referrers(_CACHE) if type(one) is _CACHE}  # none of frozen ones
+            found = {id(one): one for one in gc.get_referrers(_CACHE) if type(one) is _CACHE}  # except frozen ones
             known = [*({id(one): one for one in known} | found).values()]
             self._links = [weakref.ref(one) for one in known]
             self._others = sys.getrefcount(_CACHE) - len(known)
@@ -137,8 +139,8 @@ class Caches:
 
     @contextlib.contextmanager
     def without_fakes(self, reached: Mapping[int, Results] = MappingProxyType({})) -> Iterator[None]:
-        """After what runs inside, those are cleared that it has given fake tensors to hold. ``reached``: what it comes to, of
-        which some may have been frozen with all other objects of the process (``gc.freeze``)."""
+        """On leaving the context, clear the caches that got fake tensors inside it. ``reached``: caches that the run reached;
+        searches miss those frozen by ``gc.freeze``."""
         try:
             with replaced(functools, "_lru_cache_wrapper", self.made):
                 yield
@@ -146,14 +148,14 @@ class Caches:
             for results in reached.values():
                 self._misses.setdefault(results.cache, -1)
             for one, before in self._misses.items():
-                if one.cache_info().misses != before:  # few of some thousands
+                if one.cache_info().misses != before:  # true of few among thousands
                     if _holds_fake(one, _DEPTH):
                         one.cache_clear()
                     self._misses[one] = one.cache_info().misses
 
     @property
     def made(self) -> type:
-        """Those that are made now, in the place of functools' own type."""
+        """A replacement for functools' cache type that registers each new cache."""
 
         def new(_: type, *args: Any) -> Any:
             one = _CACHE(*args)

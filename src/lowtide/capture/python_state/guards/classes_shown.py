@@ -1,4 +1,4 @@
-"""Where ``type``, ``__class__``, ``id`` and ``hash`` say what they would of what copies and traced tensors stand for."""
+"""Make ``type``, ``__class__``, ``id`` and ``hash`` answer for the originals of copies and traced tensors during a trace."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from lowtide.capture.python_state.code.code_names import asks_for_types, functio
 from lowtide.capture.trace.classes import TRACED, Type, attribute_of
 from lowtide.capture.trace.patches import STANDS_FOR, by_thread
 
-_ASKED = (id, hash)  # of a copy, and of what is traced, the answer is that of the original
+_ASKED = (id, hash)  # for a copy, they return the answer for its original
 _OWN = ("torch", "lowtide")
 
 
 def is_shown(value: Any) -> bool:
-    """Whether that stands in a variable of the user's for a while."""
+    """Whether ``value`` is one of this module's temporary replacements in the user's variables."""
     return value is Type or (type(value) is types.FunctionType and vars(value).get(STANDS_FOR) in _ASKED)
 
 
 class ClassesShown:
-    """Inside, the code of modules is told these classes: of those whose functions were met, before or meanwhile.
-    What is entered more than once, or of several calls, ends where it is left the last time."""
+    """A context in which functions that were ``met`` (before or inside) see the replaced ``type``, ``id`` and so on in their
+    modules' variables. Reentrant and shared: a replacement ends when its last user leaves."""
 
-    _shown = Counter[tuple[int, str]]()  # for how many, by the id of what is changed for them, and the name there
+    _shown = Counter[tuple[int, str]]()  # number of users of each replacement, by the owner's id and the name
 
     def __init__(self) -> None:
-        self._originals: dict[int, Any] = {}  # by the ids of copies
+        self._originals: dict[int, Any] = {}  # by the copies' ids
         self._asked = {one.__name__: by_thread(functools.partial(self._of_original, one), one) for one in _ASKED}
-        self._changed: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # variables or a class, and what is what there
+        self._changed: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # owner, name and replacement
         self._entered = 0
 
     def copied(self, originals: Mapping[int, Any]) -> None:
-        """In the next run, which has copies of these, by the ids of the copies."""
+        """Set the originals, by the ids of their copies, for the next run."""
         self._originals.clear()
         self._originals.update(originals)
 
@@ -42,7 +42,7 @@ class ClassesShown:
         return function(self._originals.get(id(value), value))
 
     def met(self, function: Any) -> None:
-        """The run may call it."""
+        """The run may call this function: replace what it uses to ask for classes and identities."""
         if not isinstance(function, types.FunctionType):
             return
         variables, code = function.__globals__, function.__code__
@@ -58,7 +58,7 @@ class ClassesShown:
             self._change(kind, "__getattribute__", attribute_of)
 
     def met_library(self, kinds: Iterable[Any]) -> None:
-        """The run may call what these classes of an installed library define, of whose functions no more is asked."""
+        """The run may call the functions that these module classes of an installed library define (not further callees)."""
         for kind in kinds:
             for function in (kind.forward, *functions_of(kind)):
                 self.met(function)

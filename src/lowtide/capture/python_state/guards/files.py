@@ -1,4 +1,4 @@
-"""Files that the forward pass opens: a program is good as long as they are what they were when it was captured."""
+"""Watch the files that a forward pass opens: a program is valid as long as they are unchanged since its capture."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _CODE = (".pyc", ".so", ".pyd", ".dll")
 _ELSEWHERE = ("subprocess.Popen", "sqlite3.connect", "socket.connect")
 _READING = ("open", "os.listdir", "os.scandir", *_ELSEWHERE)  # events
 _SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/")
-# Functions that ask whether something is there.
+# Functions that check whether a path exists, and of which kind it is.
 _WHETHER = {"exists", "isfile", "isdir", "is_file", "is_dir", "islink", "is_symlink"}
 _watching = threading.local()
 
 
 class File(NamedTuple):
-    """A file or a folder by its path as given: another working folder has another one there. ``whole``: not only whether it is
-    there is of consequence."""
+    """A file or folder, by the path as given (relative to the working folder). ``whole``: its content matters, not only whether
+    it exists and its kind."""
 
     path: str
     whole: bool = True
@@ -40,7 +40,7 @@ class File(NamedTuple):
         return f"the file {self.path}"
 
     def state(self) -> Any:
-        """Changes where it is written or replaced; ``None`` where there is none."""
+        """A value that changes when the file is written or replaced; ``None`` if it does not exist."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -51,7 +51,7 @@ class File(NamedTuple):
 
 
 class Search(NamedTuple):
-    """A folder in which a module was looked for."""
+    """A folder in which Python looked for a module."""
 
     folder: str
     name: str
@@ -61,7 +61,7 @@ class Search(NamedTuple):
         return f"the module {self.name} in {self.folder or '.'}"
 
     def state(self) -> Any:
-        """Another one where one comes or goes."""
+        """A value that changes when the module is added to or removed from the folder."""
         path = os.path.join(self.folder, self.name)
         found = (os.path.exists(path + suffix) for suffix in importlib.machinery.all_suffixes())
         return os.path.exists(os.path.join(path, "__init__.py")), os.path.isdir(path), *found
@@ -72,13 +72,13 @@ Watched = File | Search
 
 @contextlib.contextmanager
 def opened(found: dict[Watched, Any]) -> Iterator[None]:
-    """Inside, files that this thread opens, asks for the size of, or whether they are there, and folders that it lists, are
-    noted in ``found``, with their states. Libraries, devices, what is installed, and files that compilers leave in temporary
-    folders are not: they are no data of its; nor what libraries ask for."""
+    """Inside the context, record in ``found``, with their states, the files that this thread opens, stats or checks for
+    existence, and the folders that it lists. Not recorded, since they are not the model's data: shared libraries, devices,
+    installed files, compilers' temporary files; nor stats and checks made by libraries' code."""
     _install()
     core.begin_watch()
     outer = getattr(_watching, "found", None)
-    # Asked for here: where ``tempfile`` looks for its folder it holds a lock, and opens a file.
+    # Computed here, because ``tempfile`` holds a lock and opens a file when it first looks for its folder.
     _watching.compiled = os.path.join(tempfile.gettempdir(), "torchinductor_")
     _watching.found = found
     try:
@@ -92,15 +92,15 @@ def opened(found: dict[Watched, Any]) -> Iterator[None]:
 
 @functools.cache
 def _install() -> None:
-    """A hook that stays for the life of the process. Not one of Python's: ``id`` asks it, too, and would take seven times as
-    long."""
+    """Install an audit hook (PEP 578) for the life of the process. It is compiled because ``id`` raises an audit event too, and
+    would take seven times as long with a Python hook."""
     core.watch_events(_READING, _note)
     ctypes.pythonapi.PySys_AddAuditHook(ctypes.c_void_p(core.audit_hook()), None)
 
 
 @contextlib.contextmanager
 def _unwatched() -> Iterator[dict[Watched, Any] | None]:
-    """Where to note; what is asked for inside is no read."""
+    """Yield the dictionary to record in; inside the context nothing is recorded."""
     found = getattr(_watching, "found", None)
     _watching.found = None
     try:
@@ -123,7 +123,7 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _asking_code(frame: Any) -> tuple[bool, set[str]]:
-    """Whether the user's code asks, by functions of Python's own or by itself, and the names of these."""
+    """Whether the user's code makes the request, directly or through standard library functions, and the names of these."""
     names = set()
     while frame.f_back is not None and is_standard(str(frame.f_globals.get("__name__"))):
         names.add(frame.f_code.co_name)
@@ -164,5 +164,5 @@ def _noting_search(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_constant(path: str) -> bool:
-    """Whether it is a file of the system, of an installed library, or one that a compiler of PyTorch's made."""
+    """Whether a path belongs to the system, an installed library, or a cache of PyTorch's compiler."""
     return path.startswith((*_SYSTEM, sys.prefix, _watching.compiled)) or is_installed(path)

@@ -1,4 +1,4 @@
-"""What code reads of classes and of modules: no read of theirs is seen, so what it may name there is noted."""
+"""Reads of classes and modules. These reads cannot be observed, so every attribute that the code may name is recorded."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from lowtide.capture.trace.patches import STANDS_FOR
 from lowtide.objects.places import current
 from lowtide.objects.walk import ABSENT, CONTAINERS, PLAIN, parts_of
 
-_UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # of what stands in a class
+_UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__slotnames__"})  # not recorded for classes
 _MAKING = ("__new__", "__init__", "__call__")
-_MOST = 1000  # items of a library's container that are compared
-_WHETHER = {"hasattr", "dir", *BY_COMPUTED_NAME}  # ask for attributes that may not be there
+_MOST = 1000  # a library's containers with more items are not compared
+_WHETHER = {"hasattr", "dir", *BY_COMPUTED_NAME}  # may depend on whether an attribute exists
 
 
 class _Registered:
-    """How often it has changed which classes are registered as subclasses of ``kind``: looked up where any class was registered
-    with any other since, as imports do. No object that a capture saw is of a class from a module that was not ``loaded``."""
+    """Counts changes to the set of virtual subclasses registered with ``kind`` (``abc``). The set is looked up only if the ABC
+    cache token shows that some class was registered, as imports do. Classes from modules not ``loaded`` at the capture are
+    ignored: no object that the capture saw is of such a class."""
 
     def __init__(self, kind: abc.ABCMeta, loaded: frozenset[str]) -> None:
         self._kind, self._loaded = kind, loaded
@@ -45,7 +46,7 @@ class _Registered:
         return self._changes
 
     def _registered(self, kind: Any) -> set[Any]:
-        """Weak references to what is registered with the class, with one that inherits from it, or with one of these."""
+        """Weak references to the classes registered with ``kind``, its subclasses, and registered classes, recursively."""
         own: set[Any] = abc._get_dump(kind)[0]  # type: ignore[attr-defined]
         below = [one for one in (*type.__subclasses__(kind), *(one() for one in own)) if isinstance(one, abc.ABCMeta)]
         return {one for one in own if not self._is_later(one())}.union(*map(self._registered, below))
@@ -56,24 +57,24 @@ class _Registered:
 
 
 class Namespaces:
-    """Classes and modules that code can reach, and the ``attributes`` that it names, of anything. ``reach`` is called with
-    what is found there, twice, and where."""
+    """The classes and modules that code can reach, and all ``attributes`` that it names, of any object. ``reach`` is called for
+    each object found, with the object as copy and as original, and a text that names its place."""
 
     def __init__(self, reads: Reads, reach: Callable[[Any, Any, str], None]) -> None:
         self.attributes, self._spelled = set[str](), set[str]()
         self._reads, self._reach = reads, reach
         self._owners: dict[int, tuple[Any, str]] = {}
-        self._inheriting: dict[type, frozenset[str]] = {}  # what they have of libraries' classes
+        self._inheriting: dict[type, frozenset[str]] = {}  # names inherited from library classes
         self._registered: dict[type, _Registered] = {}
         self._loaded = frozenset(sys.modules)
         self._reached: set[tuple[int, str]] = set()
-        self._searched: set[int] = set()  # modules of libraries that code may ask for any function of theirs
+        self._searched: set[int] = set()  # library modules of which all functions were recorded
         self._computed = self._elsewhere = False  # see ``AttributeNames``
-        self._functions: dict[int, types.FunctionType] = {}  # of the user's
-        self._named: tuple[int, ...] = (0, 0, 0, 0, False, False)  # how many of these were looked at
+        self._functions: dict[int, types.FunctionType] = {}  # the user's
+        self._named: tuple[int, ...] = (0, 0, 0, 0, False, False)  # the state that ``read_named`` last handled
 
     def read(self, function: types.FunctionType) -> None:
-        """Add the attributes that code of the user's names."""
+        """Add the attributes that a function's code names."""
         names = attribute_names(function)
         self.attributes |= names.named
         self._spelled |= names.spelled
@@ -83,19 +84,19 @@ class Namespaces:
             self._functions.setdefault(id(function), function)
 
     def named_by_user(self) -> set[str]:
-        """Attributes that code of the user's names, also in texts."""
+        """Attributes that the user's code names, also in strings."""
         names = map(attribute_names, self._functions.values())
         return {name for one in names for name in (*one.named, *one.spelled)}
 
     def add(self, owner: Any, text: str) -> bool:
-        """Whether it is a new one."""
+        """Add a class or module. Returns whether it is new."""
         new = id(owner) not in self._owners
         self._owners.setdefault(id(owner), (owner, text))
         return new
 
     def add_class(self, kind: type) -> None:
-        """All that stands in a class is noted: Python looks methods up there where nobody sees it. Of a library's, what is
-        registered as its subclass."""
+        """Record all attributes of a class, because Python's method look-ups cannot be observed. Of a library's class, record
+        only the classes registered as its subclasses."""
         if isinstance(kind, abc.ABCMeta) and kind not in self._registered:
             registered = self._registered[kind] = _Registered(kind, self._loaded)
             self._reads.note("answer", registered, "", registered(), f"what is registered as a {kind.__qualname__}")
@@ -109,14 +110,14 @@ class Namespaces:
             self._reach(kind._member_map_, kind._member_map_, f"{kind.__qualname__}.__members__")
 
     def add_inherited(self, kind: type) -> None:
-        """Of what classes of libraries give to it, that is noted which code names, and what makes its objects. Modules' methods
-        and tensors' are read otherwise."""
+        """Prepare to record what a class inherits from library classes: the attributes that code names, and methods that make
+        or call its objects. Not for modules and tensors, which are handled elsewhere."""
         if is_changeable(kind) and not issubclass(kind, (nn.Module, torch.Tensor)):
             bases = [base for base in kind.__mro__ if is_changeable(base) and is_library(base)]
             self._inheriting.setdefault(kind, frozenset().union(*map(vars, bases)) - _UNREAD)
 
     def read_named(self) -> None:
-        """Of tensors, and of classes and modules that code can reach, the attributes that it names."""
+        """Record the attributes that code names, of tensors and of all classes and modules that it can reach."""
         now = (
             len(self._owners),
             len(self._inheriting),
@@ -139,7 +140,7 @@ class Namespaces:
                 self._reads.note("class", kind, name, current("class", kind, name), f"{kind.__qualname__}.{name}")
         for owner, text in [*self._owners.values()]:
             library = is_library(owner)
-            if isinstance(owner, types.ModuleType):  # of a class, all is noted already
+            if isinstance(owner, types.ModuleType):  # classes are recorded already
                 self._read_module(owner, text, library)
             own = vars(owner)
             for name in self._names_in(own, library):
@@ -155,7 +156,7 @@ class Namespaces:
             named |= dict.fromkeys(sorted(self._spelled - there.keys()), ABSENT)  # ``getattr(sys, "debug", 0)``
         else:
             self._reads.note("type", owner, "", type(owner), f"the class of {text}")
-            otherwise = own.get("__getattr__", ABSENT)  # what is asked for names that are not there
+            otherwise = own.get("__getattr__", ABSENT)  # called for missing names
             self._reads.note("item", own, "__getattr__", otherwise, f"{text}.__getattr__")
             if otherwise is not ABSENT:
                 self._reach(otherwise, otherwise, f"{text}.__getattr__")
@@ -171,18 +172,18 @@ class Namespaces:
             self._reads.note("item", own, name, value, f"{text}.{name}")
 
     def _names_in(self, own: Mapping[str, Any], library: bool) -> list[str]:
-        """Under which names there is something in a class or a module to look at."""
+        """The names in a class or module whose values are to be inspected."""
         if not library and self._computed:
             return [name for name in own if not isinstance(own[name], types.ModuleType) and not name.startswith("__")]
         named = sorted(self.attributes & own.keys())
-        if library:  # of its other objects, which ones they are
+        if library:  # its other objects are only compared by identity
             named = [name for name in named if _is_told(own[name])]
         if library and self._elsewhere:
             named += [name for name, value in own.items() if _is_function(value) and not is_library(value)]
         return named
 
     def _read_descriptions(self) -> None:
-        """Of functions and classes, the names, texts and subclasses that code asks for."""
+        """Record the descriptive attributes (``__name__``, ``__doc__`` ...) and subclasses that code asks for."""
         kinds = [(owner, text) for owner, text in self._owners.values() if isinstance(owner, type)]
         for name in sorted(self.attributes & DESCRIBING):
             for function in self._functions.values():
@@ -202,12 +203,13 @@ class Namespaces:
 
 
 def _is_function(value: Any) -> bool:
-    """Whether it is a function or a class, or stands for one while a model is traced."""
+    """Whether ``value`` is a function or class, or a tracer's replacement for one."""
     return STANDS_FOR in getattr(value, "__dict__", ()) or (is_code(value) and not isinstance(value, types.ModuleType))
 
 
 def _is_told(value: Any) -> bool:
-    """Whether what code does with an object of a library is told by looking at it: a number, code, or some of these."""
+    """Whether a library's object is worth inspecting: a plain value, code, a logger, or a small container of plain values and
+    code."""
     if not isinstance(value, CONTAINERS):
         return is_code(value) or isinstance(value, (*PLAIN, logging.Logger))
     parts = parts_of(value) if len(value) <= _MOST else [None]

@@ -1,6 +1,7 @@
-"""Whether nothing that a program read has changed, told by identities alone: some ten nanoseconds a value.
+"""The quick check of guards: compare everything that a program read by identity, in some ten nanoseconds a value.
 
-Where an equal value has taken another one's place the answer is no, and the guards look closer and note the new ones.
+If an equal but different object has replaced a value, the answer is no. The full guards then compare values, and make a new
+quick check with the new objects.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ _IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, funct
 _IN_CELL = operator.attrgetter("cell_contents")
 _IN_DICT = operator.attrgetter("__dict__")
 _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
-_EXACT = frozenset((bytes, str, int))  # equal ones of these are the same
-_MADE_ANEW = ("answer", "layout", "values", "subclasses")  # kinds of what is another object whenever it is asked for
+_EXACT = frozenset((bytes, str, int))  # equal values of these types are interchangeable
+_MADE_ANEW = ("answer", "layout", "values", "subclasses")  # kinds of reads that create a new object each time
 _CHANGED = (KeyError, AttributeError, ValueError, RuntimeError, ReferenceError)
 
 
-_ANY = object()  # stands for a number that is compared by itself
+_ANY = object()  # stands for a number that is checked separately
 
 
 class _Layout(tuple[Any, ...]):
-    """Stands for any tensor of this layout."""
+    """Stands for any tensor with this layout key."""
 
 
 class Unchanged:
-    """Called, says whether modules are wired as when it was made, and ``reads`` find the objects that they found then."""
+    """A callable check: true if modules are wired as at construction, and all ``reads`` still find the same objects."""
 
     def __init__(
         self,
@@ -53,9 +54,9 @@ class Unchanged:
         opened: Mapping[Watched, Any],
     ) -> None:
         self._layouts = {key: _Layout(layout) for key, layout in contents.layouts.items()}
-        # By function: what it gives, and for what.
+        # By function: expected results and the arguments that give them.
         self._rows: dict[Callable[..., Any], dict[Any, tuple[Any, ...]]] = {}
-        self._absent: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}  # names that are not there
+        self._absent: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}  # names that must stay absent
         self._items: list[tuple[Callable[..., Any], tuple[Any, ...], Sequence[Any]]] = []
         self._files = dict(opened)
         self._wire(modules)
@@ -67,7 +68,7 @@ class Unchanged:
         self._columns: list[Any] = [(function, *_columns(rows, 2)) for function, rows in self._rows.items()]
 
     def _compiled(self) -> Iterator[tuple[Callable[..., bool], tuple[Any, ...]]]:
-        """What the compiled core compares, each with its arguments; the other rows are left."""
+        """Yield the checks done by the compiled core, with their arguments, and remove their rows."""
         types, owners = _columns(self._rows.pop(type, {}), 2)
         yield core.are_of_types, (owners, types)
         dictionaries, owners = _columns(self._rows.pop(_IN_DICT, {}) | self._rows.pop(own_attributes, {}), 2)
@@ -98,14 +99,14 @@ class Unchanged:
         self._rows.setdefault(function, {})[tuple(map(id, arguments))] = (found, *arguments)
 
     def _stands(self, found: Any, own: Mapping[str, Any], name: str) -> None:
-        """That ``own`` has this under the name, or nothing."""
+        """Expect ``found`` under ``name`` in ``own``, or its absence."""
         if found is ABSENT:
             self._absent[id(own), name] = (own, name)
         else:
             self._expect(found, operator.getitem, own, name)
 
     def _wire(self, modules: Sequence[nn.Module]) -> None:
-        """Classes, children in their order, and hooks; the model's own are around its planned forward."""
+        """Expect the modules' classes, ordered children and hooks. The model's own hooks run outside its planned forward."""
         inner = modules[1:]
         registries = [module._modules for module in modules]
         for module in inner:
@@ -121,7 +122,7 @@ class Unchanged:
             self._items.append((_values, ordered, _values(*ordered)))
         for module in modules:
             self._expect(type(module), type, module)
-            if module._modules:  # which a list of modules makes anew where one is taken out
+            if module._modules:  # ``ModuleList`` replaces this dictionary when it removes an item
                 self._expect(module._modules, operator.getitem, vars(module), "_modules")
             for name, child in module._modules.items():
                 self._expect(child, operator.getitem, module._modules, name)
@@ -162,7 +163,7 @@ class Unchanged:
         return value
 
     def _hold(self, values: list[Any], free: Collection[int]) -> None:
-        """That holders hold what they do, and those in them."""
+        """Expect the current content of the holders among ``values``, recursively."""
         met: dict[int, Any] = {}
         while values:
             holder = values.pop()
@@ -180,7 +181,7 @@ class Unchanged:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _namespace(kind: type) -> Any:
-    """One view of what stands in a class: ``vars`` makes one for every call."""
+    """The namespace of a class, cached because ``vars`` creates a new view in each call."""
     return vars(kind)
 
 

@@ -1,4 +1,4 @@
-"""Numbers that are other ones in every call while one call is traced: what stands in their places, and what came of it."""
+"""Place stand-ins for numbers that change from call to call while a call is traced, and collect how they were used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STAND_INS = (StandIn, LateStandIn, *TEXT_STAND_INS)
 
 
 class ComparedNumber(NamedTuple):
-    """A number that was read, and how it compares."""
+    """The read of a number, and how it was compared."""
 
     read: Read
     comparisons: Comparisons
@@ -37,7 +37,7 @@ class ComparedNumber(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Term:
-    """What operations make of a number that was read."""
+    """A function of the number at ``read``: calling it applies ``operations`` to the current value."""
 
     read: Read
     operations: Operations
@@ -57,9 +57,9 @@ class Term:
 
 
 class Numbers:
-    """Of one trace: ``every`` one that was read, and those that are computed of two, which are read where these are.
-    ``taken``: what operators took of them; ``scalars``: whether they may, and ``moved``: whether they are given others.
-    ``refused``: with which more is done than is known; ``convert``: told of code that converts one."""
+    """The changing numbers of one trace. ``every``: all that were read, and those computed from two of them. ``taken``: what
+    operators took of them; ``scalars``: whether operators may; ``moved``: whether operators are given substitutes.
+    ``refused``: places of numbers that are used in unrecorded ways; ``convert``: called for code that converts one."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class Numbers:
                 self._add(read, current(*read[:3]))
 
     def places_taken(self) -> set[Place]:
-        """Of those that operators took, but for drawn ones."""
+        """The places of numbers that operators took, except drawn (random) ones."""
         taken = (one.source.number for one in self.taken)
         return {self.every[one].read.place for one in taken if isinstance(one, int) and one >= 0}
 
     def inputs(self, drawn: Callable[[int], int]) -> tuple[list[Read | int], list[Taken]]:
-        """The numbers of calls that operators took, in the order in which they did, and what they took of each: where it was
-        read, or its place among those that are ``drawn``."""
+        """The numbers that become inputs of the program, and what operators took, renumbered to match. An input is given by its
+        read or, if it was drawn, by ``drawn`` of its number. In the order in which operators took them."""
         order = [*dict.fromkeys(one.source.number for one in self.taken if isinstance(one.source.number, int))]
         places = {number: place for place, number in enumerate(order)}
 
@@ -94,13 +94,13 @@ class Numbers:
         return [self.every[one].read if one >= 0 else drawn(one) for one in order], [*map(in_order, self.taken)]
 
     def with_alike(self, places: set[Place]) -> set[Place]:
-        """These and, of arguments, what is the same in other items of lists."""
+        """The ``places`` and, for arguments, the corresponding places in other items of the same lists."""
         groups = {(owner, alike(way)) for kind, owner, way in places if kind == "argument"}
         arguments = (one.read for one in self.every if one.read.kind == "argument")
         return places | {read.place for read in arguments if (id(read.owner), alike(read.name)) in groups}
 
     def texts(self, error: BaseException) -> set[Place]:
-        """Places of the texts that an error may have come of."""
+        """Places of the argument texts that may have caused an error; all of them if it names none."""
         texts = [one for one in self.every if one.comparisons.kind not in CHANGING and one.read.kind == "argument"]
         kinds = named_in(error)
         found = {one.read.place for one in texts if text_stand_in(one.comparisons.place) in kinds}
@@ -116,7 +116,7 @@ class Numbers:
         return made
 
     def _joined(self, function: Callable[[Any, Any], Any], one: StandIn, other: StandIn) -> Any:
-        """What a function makes of two that stand in: another, or an answer."""
+        """The result of a function of two stand-ins: a new stand-in, or a recorded answer for a comparison."""
         reads = {id(known.comparisons): known.read for known in self.every}
         terms = tuple(Term(reads[id(each.comparisons)], each.operations) for each in (one, other))
         value = function(one.value, other.value)
@@ -134,21 +134,21 @@ class Numbers:
 
 
 class CountedNumber(NamedTuple):
-    """An attribute of the model that a pass counts on, and by which operations."""
+    """A number in an attribute of the model that a pass updates (counts on), and the operations that update it."""
 
     place: AttributePath
     operations: Operations
 
     def change(self, value: Any) -> tuple[str, Any]:
-        """What the pass does where it finds ``value``, see ``attribute_effects``."""
+        """The change that the pass makes if it finds ``value`` there, see ``attribute_effects``."""
         return "set", result_of(self.operations, value)
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Stand-ins in their places. ``counted``: by the ids of their owners and their names, those that were counted on. ``bare``:
-    where a run comes to the numbers themselves, by the ids of owners and then the names. ``held``: those in copies of
-    holders, by the ids of these; ``originals``: the same by the ids of what they are copies of."""
+    """The stand-ins placed for a run. ``counted``: owner id and name of numbers that the run updated. ``bare``: places where a
+    run finds the plain numbers, by owner id and name. ``held``: numbers in copies of holders, by the copy's id; ``originals``:
+    the same by the original's id."""
 
     numbers: Numbers
     counted: set[tuple[int, str]] = field(default_factory=set)
@@ -157,36 +157,39 @@ class Standing:
     originals: dict[int, _Held] = field(default_factory=dict)
 
     def was_read(self, owner: Any, name: str | None) -> None:
-        """The run has read this attribute of ``owner``, or all of them."""
+        """The run has read this attribute of ``owner``, or all of them (``None``): note misuse if a plain number is there."""
         for own, comparisons in self.bare.get(id(owner), {}).items():
             comparisons.used_otherwise = comparisons.used_otherwise or name in (own, None)
 
     def was_reached(self, holder: Any) -> None:
-        """The run has come to this one, and so to what it holds."""
+        """The run has reached ``holder``, an original: note misuse of the plain numbers in it."""
         if id(holder) in self.originals:
             self.originals[id(holder)].misused()
 
     def ended(self) -> None:
-        """The run is over, with its backward pass."""
+        """The run and its backward pass are over: restore numbers in holders, and check for stand-ins that were kept."""
         for holder in self.held.values():
             holder.put(late=False)
         for _, comparisons in self.numbers.every:
             comparisons.ended()
 
     def left_in(self, some: Iterable[Any]) -> None:
-        """The run has left these: a holder in them would keep numbers, and nobody would see that."""
+        """Note misuse of numbers in holders that are reachable from ``some``, what the run left: the holder keeps them
+        unseen."""
         for one in reachable(some, lambda one: True) if self.held else ():
             if id(one) in self.held:
                 self.held[id(one)].misused()
 
     def until_ended(self) -> None:
-        """What reads numbers in holders from now on, in the backward pass, is noticed."""
+        """From now on, in the backward pass, any use of numbers in holders counts as misuse."""
         for holder in self.held.values():
             holder.put(late=True)
 
     def met(self, function: types.FunctionType) -> None:
-        """The run may call it, which may tell stand-ins from numbers, or go on where a text is none to a function of C's.
-        NumPy's functions ask them for more first, and wrappers of PyTorch's (``torch.compiler.disable``) ask others."""
+        """The run may call ``function``: note misuse if it asks for types, which tells stand-ins from numbers, or catches the
+        ``TypeError`` that a C function raises for a stand-in of a text. NumPy's functions are exempt, since they use
+        stand-ins in detectable ways first, as are PyTorch's wrappers (``torch.compiler.disable``), which ask for types of
+        other things."""
         apart = str(function.__module__).startswith("numpy.") or function.__code__.co_filename.startswith(_PYTORCH)
         every = () if apart else self.numbers.every
         if every and asks_for_types(function.__code__):
@@ -200,7 +203,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The copy of a holder with numbers in it, by their keys: what they are, and how they compare. ``before``: its content."""
+    """The copy of a holder, with the values and comparisons of numbers in it, by key. ``before``: its content."""
 
     holder: Any
     before: tuple[Any, ...]
@@ -211,29 +214,29 @@ class _Held:
             comparisons.used_otherwise = True
 
     def put(self, *, late: bool) -> None:
-        """The numbers, or what notices whoever reads them."""
+        """Put the numbers back or, if ``late``, stand-ins that notice any use."""
         for key, (value, comparisons) in self.numbers.items():
             assign("held", self.holder, key, LateStandIn(value, comparisons, ()) if late else value)
 
 
 @contextlib.contextmanager
 def standing_in(numbers: Numbers, copies: Mapping[int, tuple[Any, Any]]) -> Iterator[Standing]:
-    """Inside, stand-ins are where the numbers were read, in the copies of their owners; the numbers are in the originals, and
-    afterwards in the copies again. ``copies``: the original and the copy, by the id of the latter."""
+    """Inside the context, stand-ins replace the numbers in the copies of their owners. The originals keep the numbers, and the
+    copies get them back afterwards. ``copies``: pairs of original and copy, by the copy's id."""
     copy_of = {id(original): copied for original, copied in copies.values()}
     standing = Standing(numbers)
     put = []
     for read, comparisons in numbers.every:
-        if read.kind in ("argument", "computed"):  # the run is given it, or makes it
+        if read.kind in ("argument", "computed"):  # passed to the run, or computed by it
             continue
         kind, original, name = read.own
         owner = copy_of.get(id(original), ABSENT)
         value = ABSENT if owner is ABSENT else current(kind, owner, name)
-        if kind == "held" and type(value) is StandIn:  # there by another way
+        if kind == "held" and type(value) is StandIn:  # already placed through another path
             continue
         known = comparisons.kind in CHANGING and type(value) is comparisons.kind and value == current(*read[:3])
         if owner is original or not known:
-            comparisons.used_otherwise = True  # nothing to be sure of
+            comparisons.used_otherwise = True  # not copied, or another value
             continue
         if kind == "held":
             held = standing.held.setdefault(id(owner), _Held(owner, content(owner) or ()))
@@ -248,7 +251,7 @@ def standing_in(numbers: Numbers, copies: Mapping[int, tuple[Any, Any]]) -> Iter
     finally:
         for kind, owner, name, value, comparisons in put:
             left = current(kind, owner, name)
-            if type(left) is StandIn and left.comparisons.tensor is not None:  # the attribute gets a number of a tensor
+            if type(left) is StandIn and left.comparisons.tensor is not None:  # set after calls, from a tensor
                 continue
             if type(left) is StandIn:
                 standing.counted.update({(id(owner), name)} if comparisons.count(left) else ())

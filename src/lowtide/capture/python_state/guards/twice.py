@@ -1,6 +1,6 @@
-"""Objects that a forward pass reaches twice: through the model, a copy of which is traced, and by a variable or an argument,
-which is no copy. What it writes by one way it does not find by the other; where it writes nothing, both are the same, but for
-code that asks whether they are one, as hooks look up which module they are called for."""
+"""Refuse objects that a forward pass reaches twice in ways a trace cannot follow: once in the traced copy of the model, and
+once uncopied, through a variable or an argument. A write through one is not seen through the other. Without writes both are
+equivalent, except for code that compares identities, such as hooks that look up the module they are called for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowtide.program.distributed.sharded import is_sharded
 
 _NOT_PLAIN = OWN | {"forward"}
 _DEPTH = 8
-_KEYED = (dict, set, frozenset)  # which find things by what they are
+_KEYED = (dict, set, frozenset)  # look items up by hash and equality
 
 
 def refuse_writes(
@@ -29,15 +29,15 @@ def refuse_writes(
     written: Collection[tuple[int, str]],
     contents: Mapping[int, Content],
 ) -> None:
-    """Raises ``CaptureError`` where a run wrote into one of these. ``seen``: what each object that it came to is, of the user's
-    own, by its id; ``copies`` and ``tensors``: what objects and tensors of the model's copy are copies of; ``written``:
-    attributes, by the ids of their objects; ``contents``: of holders before the run."""
+    """Raise ``CaptureError`` if a run wrote into an object that it reached twice. ``seen``: by id of each object that the run
+    reached, the user's original. ``copies``, ``tensors``: originals of objects and tensors in the model's copy, by the copy's
+    id. ``written``: attributes written, as (object id, name). ``contents``: of holders before the run."""
     changed = {key for key, _ in written}
     names = []
     for original, copied in copies.values():
         if seen.get(id(original)) is not original or id(copied) not in seen or original is copied:
             continue
-        if is_sharded(original):  # FSDP2's hooks refer to it, and its copy is of the plain module that it was
+        if is_sharded(original):  # FSDP2's hooks refer to it; its copy is that of the plain module
             continue
         if (
             id(original) in changed
@@ -54,7 +54,7 @@ def refuse_writes(
 
 
 def _is_touched(original: Any, contents: Mapping[int, Content]) -> bool:
-    """Whether something else is in it. What an array holds is made anew where it is asked for."""
+    """Whether the content of a holder has changed. Compares by value too, since an array's content is created at each read."""
     items, held = content(original) or (), contents.get(id(original))
     if held is None or identical(items, held.items):
         return False
@@ -71,12 +71,12 @@ def refuse_told_apart(
     arguments: Mapping[int, Any],
     compares: Collection[str],
 ) -> None:
-    """Raises ``CaptureError`` where a run came to an object of the model's by a variable or among the ``arguments`` as well,
-    and its code asks with ``is`` for one, or ``compares`` in any way and it is a module; or where such an object, or one of
-    the ``tensors``, is a key there. ``seen``, ``copies`` as above."""
+    """Raise ``CaptureError`` if code may tell a copy from its original: if a run reached an object of the model also by a
+    variable or among the ``arguments``, and its code uses ``is`` (or, for a module, any comparison in ``compares``); or if such
+    an object, or one of the ``tensors``, is a key there. ``seen``, ``copies``: as in ``refuse_writes``."""
     copied = {id(one): one for one, copy in copies.values() if not (one is copy or is_sharded(one))}
     outside = {id(one): one for one in (*arguments.values(), *reads.holders)}
-    outside = {key: one for key, one in outside.items() if seen.get(key) is one}  # no copies
+    outside = {key: one for key, one in outside.items() if seen.get(key) is one}  # only uncopied ones
     keys = {id(_referent(key)) for one in outside.values() if isinstance(one, _KEYED) for key in one}
     found = [one for one in (*copied.values(), *tensors.values()) if id(one) in keys and _is_told_by_identity(one)]
     if compares:
@@ -105,7 +105,7 @@ def _referent(key: Any) -> Any:
 def _mirrors(
     original: Any, copied: Any, copies: Mapping[int, tuple[Any, Any]], tensors: Mapping[int, torch.Tensor]
 ) -> bool:
-    """Whether a copy still holds copies of what the original holds."""
+    """Whether a copied object still holds the copies of everything that its original holds."""
     (names, mine), (others, theirs) = _parts(original), _parts(copied)
     if names != others or len(mine) != len(theirs):
         return False
@@ -120,7 +120,7 @@ def _mirrors(
             return False
         if isinstance(own, PLAIN):
             return bool(own == item)
-        # A class may make anew what its objects hold where it copies them.
+        # A class may recreate parts of its objects when it copies them.
         mine, theirs = content(own), content(item)
         if mine is None or theirs is None or len(mine) != len(theirs) or depth == _DEPTH:
             return False
@@ -132,7 +132,7 @@ def _mirrors(
 
 
 def _parts(value: Any) -> tuple[Any, list[Any]]:
-    """Names, and what an object has under them. Of modules, parameters and buffers are the program's."""
+    """The names and values of an object's attributes or items. For modules, without parameters, buffers and other internals."""
     items = None if isinstance(value, nn.Module) else content(value)
     if items is not None:
         return None, [*items]
