@@ -179,7 +179,7 @@ class Portfolio:
         return AnnealSettings(room, iterations, hot * self.mean_ns, _COLD * self.mean_ns, pressure)
 
     def _run(self, start: Candidate, settings: AnnealSettings, stream: int) -> Candidate | None:
-        """Anneal. Returns the quickest sequence met (the lowest, with ``lower``); ``None`` if none was within the (last) budget."""
+        """Anneal: the quickest sequence met (the lowest, with ``lower``), or ``None`` if none was within the (last) budget."""
         random = make_state(self.seed * _STREAMS + stream)
         found = Candidate(*core.anneal(self.model, self.classes, start.codes, settings, random))
         return self._with_fixed(found) if len(found.codes) else None

@@ -21,8 +21,8 @@ Places = npt.NDArray[np.intp]
 
 
 def crossed(first: Candidate, second: Candidate, rng: core.Random) -> Indices:
-    """Return the codes of ``first`` with a stretch from ``second`` that covers a quarter to three quarters of the nodes at which
-    the two differ."""
+    """Return the codes of ``first`` with a stretch from ``second``, which covers a quarter to three quarters of the nodes at
+    which the two differ."""
     ours, theirs = _stretches(first.codes), _stretches(second.codes)
     differing = _differing(first.codes, np.diff(ours), second.codes, np.diff(theirs))
     count = len(differing)
