@@ -35,7 +35,7 @@ from lowtide.sharing.agreement import agreed_plan, several_processes
 from lowtide.sharing.assignment import as_alone
 from lowtide.sharing.pass_budget import outside_pass, pass_budget
 from lowtide.sharing.stages import Calls
-from lowtide.solve import working_set_bound
+from lowtide.solve import format_spec, get_planner, working_set_bound
 from lowtide.stage_times import stage
 from lowtide.version import __version__
 
@@ -44,6 +44,10 @@ Finish = Callable[[Program], Program]
 QUICK_SEARCH = "auto{effort=1}"
 _FEW_OPS = 100  # up to which the whole search takes about a second
 FIRST_PLANNER = "auto{effort=0}"  # for a start
+IMPROVABLE = (
+    *(format_spec(get_planner(one)) for one in (FIRST_PLANNER, QUICK_SEARCH)),
+    "adapted",
+)  # plans to search from
 _COSTLY = 0.15  # overhead of a plan of kernels, from which operators one by one are planned as well
 
 

@@ -24,15 +24,7 @@ from lowtide.capture.trace.sizes import Shapes
 from lowtide.errors import CaptureError, ExecutionError, PlanError
 from lowtide.memory.arena import Arena, new_arena
 from lowtide.memory.collector import collector_held
-from lowtide.pipeline import (
-    FIRST_PLANNER,
-    QUICK_SEARCH,
-    Finish,
-    adapted_plan,
-    captured_program,
-    plan_request,
-    planned_program,
-)
+from lowtide.pipeline import IMPROVABLE, Finish, adapted_plan, captured_program, plan_request, planned_program
 from lowtide.planning import Plan
 from lowtide.program import Program
 from lowtide.program.results import GradientMask
@@ -49,14 +41,9 @@ from lowtide.runtime.programs.rescue import Rescue
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 from lowtide.settings import Settings
 from lowtide.sharing.agreement import several_processes
-from lowtide.solve import format_spec, get_planner
 from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
-_FIRST = (
-    *(format_spec(get_planner(one)) for one in (FIRST_PLANNER, QUICK_SEARCH)),
-    "adapted",
-)  # that a search may improve
 _MOST_CONDITIONS = 16  # kept, of each
 
 
@@ -182,7 +169,7 @@ class Programs:
 
     def _searches(self, entry: Entry) -> bool:
         """Whether a search may find a better plan for a new entry while training runs."""
-        return entry.plan.overhead > 0 and entry.plan.planner in _FIRST and self.settings.planning == "background"
+        return entry.plan.overhead > 0 and entry.plan.planner in IMPROVABLE and self.settings.planning == "background"
 
     def improve(self, entry: Entry) -> None:
         """Search for a better plan than that of ``entry``, where one may be found while training runs."""
