@@ -126,6 +126,7 @@ class TensorCalls(ReadingNumbers):
         super().__init__(numbers)
         self.state, self.given = state, [*state, *others]
         self._lasting = [*zip((*state, *held), registered, strict=True)]
+        self._with_gradients = [*self.given, *held]
         self.period = period
         self.reads = reads
         self._assigned = AssignedData(state)
@@ -185,7 +186,7 @@ class TensorCalls(ReadingNumbers):
             return None
         if has_distributed():
             _refuse_unregistered((args, kwargs))
-        refuse_gradients(func, args, [*self.given, *(traced for traced, _ in self._lasting)])
+        refuse_gradients(func, args, self._with_gradients)
         _refuse_casting(func, args)
         refuse_retained(func, args, self.state)
         if args:

@@ -192,21 +192,14 @@ class Entry:
         changed = changed or ("" if len(modules) == len(modes[0]) else "submodules have come or gone")
         if changed:
             raise _changed_before_backward(model, changed)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.sample.held.put_back())
+        with self.sample.held.put_back():
             if not self.sample.is_as_given:
                 raise _changed_before_backward(model, "an object among its arguments")
-            for context in (
-                modes_as(modules, modes),
-                self.sample.autocast,
-                torch.enable_grad(),
-                self.sample.with_values(),
-            ):
-                stack.enter_context(context)
-            changed = self.conditions[0].changed(model)
-            if changed:
-                raise _changed_before_backward(model, changed)
-            yield
+            with modes_as(modules, modes), self.sample.autocast, torch.enable_grad(), self.sample.with_values():
+                changed = self.conditions[0].changed(model)
+                if changed:
+                    raise _changed_before_backward(model, changed)
+                yield
 
     def with_its_numbers(self, captured: Captured, model: nn.Module) -> Captured:
         """Its call, ``captured`` anew. Raises ``ExecutionError`` where a number is a constant that was an input."""

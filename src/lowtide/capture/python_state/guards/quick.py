@@ -27,7 +27,6 @@ from lowtide.objects.places import READERS, current, index_of
 from lowtide.objects.walk import ABSENT, content, own_attributes
 
 _IMMUTABLE = (tuple, frozenset, types.MethodType, types.BuiltinMethodType, functools.partial, *opaque.FIXED)
-_IN_CELL = operator.attrgetter("cell_contents")
 _IN_DICT = operator.attrgetter("__dict__")
 _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an OrderedDict was reordered
 _EXACT = frozenset((bytes, str, int))  # equal values of these types are interchangeable
@@ -145,7 +144,7 @@ class Unchanged:
             self._items.append((tuple, (own,), value)) if value else self._empty.append(own)
             self._expect(own, own_attributes, owner)
         elif kind == "cell" and value is not ABSENT:
-            self._expect(value, _IN_CELL, owner)
+            self._expect(value, getattr, owner, "cell_contents")
         elif kind == "type":
             self._expect(value, type, owner)
         elif own is not None:
