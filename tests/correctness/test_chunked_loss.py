@@ -286,6 +286,26 @@ def test_the_plan_states_the_deviation() -> None:
     assert "typically within 1.2e-06 of their terms, at most 1.2e-05" in str(plan)
 
 
+class Heads(nn.Module):
+    """Two losses of the same hidden states, the second of half of them and among fewer classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.kinds = nn.Linear(WIDTH, CLASSES, bias=False), nn.Linear(WIDTH, CLASSES // 2, bias=False)
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        half = len(hidden) // 2
+        kinds = F.cross_entropy(self.kinds(hidden[:half]), labels[:half] // 2)
+        return F.cross_entropy(self.words(hidden), labels) + kinds
+
+
+def test_the_plan_states_each_loss() -> None:
+    sample = (torch.randn(100, WIDTH), torch.arange(100) % CLASSES)
+    plan = lowtide.plan(make(Heads), sample, budget="100%", chunked_loss=True)
+    assert {(loss.rows, loss.classes) for loss in plan.chunked} == {(100, CLASSES), (50, CLASSES // 2)}
+    assert len(plan.chunked) == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_within_the_bound(dtype: torch.dtype) -> None:
     """The gradient of the weight beside the sum of its terms' magnitudes, for each element."""

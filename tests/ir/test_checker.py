@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,22 @@ def test_replay_from_the_state_of_the_first_execution() -> None:
 def test_broken_rules_are_named(steps: tuple[Step, ...], boundary: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         check(_DRAWS, Schedule(steps, boundary))
+
+
+def test_an_input_is_not_freed() -> None:
+    graph, _ = random_graph(0, 12)
+    given = next(storage for storage in graph.storages if storage.external)
+    steps = keep_all_schedule(graph).steps
+    with pytest.raises(ScheduleError, match="is not the program's to free"):
+        check(graph, Schedule((Free(given.id), *steps), keep_all_schedule(graph).boundary + 1))
+
+
+def test_what_was_handed_to_the_caller_is_not_freed() -> None:
+    graph = replace(_DRAWS, forward_outputs=(0,))
+    steps = (Compute(0), Compute(1))
+    check(graph, Schedule(steps, 2))
+    with pytest.raises(ScheduleError, match="step 2: the storage of v0 belongs to the caller and cannot be freed"):
+        check(graph, Schedule((*steps, Free(0)), 2))
 
 
 def test_mutations_that_pass_run_to_the_same_results() -> None:

@@ -64,6 +64,11 @@ REGIONS = (
     ),
     Region("solve/blocks", ("solve/blocks/*.py",), _solve("rotor", "blocks", "rockmate", "brute_force")),
     Region("solve/bounds", ("solve/bounds/*.py",), _solve("bounds", "planners", "brute_force")),
+    Region(
+        "solve/moving",
+        ("solve/moving/*.py",),
+        _solve("moving", "moving_program", "pofo", "moving_optimum", "steps"),
+    ),
     Region("solve/milp", ("solve/milp/*.py",), _solve("checkmate", "checkmate_approx", "brute_force")),
     Region(
         "capture/convert",
@@ -85,11 +90,31 @@ REGIONS = (
         ),
     ),
     Region(
-        "capture/python_state",
-        ("capture/python_state/*.py", "objects/walk.py"),
+        "capture/python_state/guards",
+        ("capture/python_state/*.py", "capture/python_state/guards/*.py", "objects/*.py"),
         (
             "tests/fuzz/test_python_changes.py",
-            *_correctness("attributes", "outside", "followed", "changes", "buffers", "random", "unseen_effects"),
+            *_correctness("attributes", "outside", "followed", "closures", "compared_numbers", "held_numbers"),
+            *_correctness("classes_asked", "variables", "clocks", "changes", "unseen_effects"),
         ),
     ),
+    Region(
+        "capture/python_state/code",
+        ("capture/python_state/code/*.py",),
+        _correctness("exceptions", "outside", "variables", "followed", "classes_asked", "changes", "unseen_effects"),
+    ),
+    Region(
+        "capture/python_state/effects",
+        ("capture/python_state/effects/*.py",),
+        _correctness("attributes", "buffers", "random", "written_arguments", "left_tensors", "counters", "changes"),
+    ),
+    Region("place", ("place/*.py",), ("tests/place",)),
+    Region("sharing", ("sharing/*.py",), ("tests/sharing",)),
+    Region(
+        "planning",
+        ("planning/*.py", "pipeline.py"),
+        ("tests/test_planning.py", "tests/test_plan_cache.py", "tests/runtime/test_background.py"),
+    ),
+    Region("store", ("store/*.py",), ("tests/store", "tests/test_plan_cache.py")),
+    Region("eviction", ("eviction/*.py", "trace/*.py"), ("tests/eviction", "tests/trace")),
 )

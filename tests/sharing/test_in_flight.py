@@ -59,7 +59,8 @@ def peak(model: nn.Module, ahead: int, squared: bool = False) -> int:
 
 @pytest.mark.parametrize(("ahead", "share"), pairs([2, 4], [0.6, 0.8]))
 def test_the_budget_is_for_all_of_them(ahead: int, share: float) -> None:
-    """Measured over the step, whichever gradients there are, and equal to the bit."""
+    """Measured over the step, whichever gradients there are, and equal to the bit. What is predicted counts the gradients of
+    earlier calls beside all that can wait; in a step of four calls, the first backward pass has none of them yet."""
     reference = blocks()
     alone = peak(reference, ahead)
     budget = int(share * alone)
@@ -67,8 +68,10 @@ def test_the_budget_is_for_all_of_them(ahead: int, share: float) -> None:
     assert (plan.in_flight, plan.budget_bytes + plan.waiting_bytes) == (ahead, budget)
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.overhead > 0
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    least = plan.peak_bytes + plan.waiting_bytes - gradients - 2 * SAMPLE.nbytes
     for _ in range(2):
-        assert peak(model, ahead) <= budget
+        assert least <= peak(model, ahead) <= budget
         peak(reference, ahead)
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             assert ours.grad is not None
