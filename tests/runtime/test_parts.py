@@ -24,9 +24,6 @@ from lowtide.cost import measured
 from lowtide.pipeline import make_program_plan
 from lowtide.runtime.parts import room
 from lowtide.runtime.programs.programs import Programs
-from lowtide.sharing import Constraint, Footprint
-from lowtide.sharing.assignment import Assignment
-from lowtide.sharing.upgrades import upgraded
 from tests.support.beside import plain_and_planned
 
 WIDTH, LENGTH, BATCH = 64, 64, 8
@@ -854,43 +851,6 @@ def test_gradients_leave_as_the_terms_that_others_add_to() -> None:
     assert all(counts.count(position) == 1 for position in range(len(captured.state_names)))
     alone = capture(module, (x,)).program
     assert [position for position, _ in alone.gradients].count(len(alone.state_names)) == 1
-
-
-class _Timed:
-    """A member of which only times are asked."""
-
-    def __init__(self, time_ns: int) -> None:
-        self.costs = type("Costs", (), {"total_time_ns": time_ns})()
-
-
-def test_upgrades_are_never_slower_and_always_fit() -> None:
-    generator = random.Random(0)
-    improved = 0
-    for _ in range(200):
-        count = generator.randint(1, 5)
-        options = [
-            [_assignment(generator.randint(1, 9) * 10, generator.randint(1, 100)) for _ in range(3)]
-            for _ in range(count)
-        ]
-        members: list[Any] = [_Timed(1000) for _ in range(count)]
-        constraints = [Constraint(generator.randint(0, 20), i, False, tuple(range(i))) for i in range(count)]
-        constraints.append(Constraint(0, -1, False, tuple(range(count))))
-        chosen = [max(each, key=lambda one: one.plan.time_ns) for each in options]  # type: ignore[union-attr]
-        budget = max(one.total_bytes([each.footprint for each in chosen]) for one in constraints)
-        budget += generator.randint(0, 100)
-        result = upgraded(members, constraints, chosen, options, budget)
-        assert max(one.total_bytes([each.footprint for each in result]) for one in constraints) <= budget
-        times = [
-            sum(one.time_ns(member) for one, member in zip(each, members, strict=True)) for each in (chosen, result)
-        ]
-        assert times[1] <= times[0]
-        improved += times[1] < times[0]
-    assert improved > 50
-
-
-def _assignment(saved: int, time_ns: int) -> Assignment:
-    plan: Any = type("Plan", (), {"time_ns": time_ns})()
-    return Assignment(Footprint(saved, saved + 5, saved + 10), plan=plan)
 
 
 class _Connection(nn.Module):
