@@ -1,1 +1,1 @@
-"""Running a planned program: the model swap, one plan per input signature."""
+"""Run planned programs in place of a module's ``forward``, with one plan per signature of its calls."""

@@ -1,7 +1,8 @@
-"""For which module a planned ``forward`` is called, under what that follows each of its operators, and with what gradients.
+"""For which module a planned ``forward`` is called, inside which modes and transforms, and which inputs require a
+gradient.
 
-It lies among the attributes of the module that was planned. A copy of these attributes (``copy.copy``, the replicas of
-``nn.DataParallel``, libraries that make functional copies of modules) has it as well, though its parameters may be others.
+A planned ``forward`` is an attribute of its module. A copy of these attributes (``copy.copy``, the replicas of
+``nn.DataParallel``, libraries that make functional copies of modules) has it too, although its parameters may differ.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ COPIED = "a %s that has the attributes of a planned model runs without a plan, o
 
 
 def is_compiled_around(frame: types.FrameType | None) -> bool:
-    """Whether what ``torch.compile`` has compiled calls this frame, at any depth."""
+    """Whether code compiled by ``torch.compile`` calls this frame, at any depth."""
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == _DYNAMO:
             return True
@@ -41,17 +42,17 @@ def is_compiled_around(frame: types.FrameType | None) -> bool:
 
 
 def calling(frame: types.FrameType) -> types.FrameType:
-    """``frame``, or the one that it runs for, where it is of the wrapper that keeps Dynamo out of what it calls."""
+    """The calling ``frame``, without the wrapper that keeps Dynamo out of a function."""
     outer = frame.f_back
     return outer if outer is not None and frame.f_globals.get("__name__") == _DYNAMO else frame
 
 
 def copied_module(planned: Any, model: nn.Module | None, frame: types.FrameType) -> nn.Module | None:
-    """The other module for which the code in ``frame`` calls ``planned``, the ``forward`` of ``model``; ``None`` where that is
-    ``model`` itself.
+    """The other module for which the code in ``frame`` calls ``planned``, the ``forward`` of ``model``; ``None`` if it
+    is ``model``.
 
-    The code of ``nn.Module``, and methods of modules, say so by their ``self``. Raises ``ExecutionError`` where other code has
-    such a copy in a variable: it may be for either.
+    In code of ``nn.Module`` and in methods of modules, ``self`` is that module. Raises ``ExecutionError`` if other code
+    has such a copy in a variable: the call may be for either.
     """
     known = variables(frame)
     caller = known.get("self")
@@ -66,14 +67,14 @@ def copied_module(planned: Any, model: nn.Module | None, frame: types.FrameType)
 
 
 def has_copied(module: Any, planned: Any, model: nn.Module | None) -> bool:
-    """Whether it is another module than ``model``, among whose attributes ``planned`` is."""
+    """Whether ``module`` is not ``model`` but has ``planned`` among its attributes."""
     if module is model or not issubclass(type(module), nn.Module) or vars(module).get("forward") is not planned:
         return False
     return model is None or type(module) is not type(model) or vars(module) is not vars(model)
 
 
 def let_go(module: nn.Module, planned: Any) -> None:
-    """Let a copy have the ``forward`` that it would have if the model had not been planned."""
+    """Give a copy the ``forward`` that it would have if the model had not been planned."""
     if planned.had_instance_forward:
         vars(module)["forward"] = planned.original_forward
     else:
@@ -81,7 +82,8 @@ def let_go(module: nn.Module, planned: Any) -> None:
 
 
 def is_transformed() -> bool:
-    """Whether something follows each operator that autograd does not know of: what a plan runs would be missing there."""
+    """Whether a mode, transform or hook follows each operator beside autograd. It would miss the operators that a plan
+    runs."""
     stacks: list[Callable[[], Any]] = [_get_current_function_mode_stack, _get_current_dispatch_mode_stack]
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return (
@@ -89,22 +91,22 @@ def is_transformed() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or bool(of_all._global_backward_hooks or of_all._global_backward_pre_hooks)
-        or parametrize._cache_enabled > 0  # a parameter that one call computed serves the next
+        or parametrize._cache_enabled > 0  # a computed parameter is reused by the next call
         or any(_is_foreign(type(mode)) for stack in stacks for mode in stack())
         or any(map(_is_foreign, hooks or ()))
     )
 
 
 def _is_foreign(value: Any) -> bool:
-    """Whether a mode or a hook is neither of this project, nor one that plans run under."""
+    """Whether a mode or hook is neither lowtide's nor one that plans support."""
     return not str(getattr(value, "__module__", "")).startswith(
         ("lowtide.", "torch.utils._device", "torch.utils.checkpoint")
     )
 
 
 def with_required(tensors: Sequence[torch.Tensor], find: Callable[[], T | None], *, stays: bool) -> T | None:
-    """What ``find`` finds where those of the ``tensors`` require a gradient that do not, and the other way round; it ``stays``
-    so where that is something."""
+    """Call ``find`` with ``requires_grad`` of these ``tensors`` flipped. If it finds something and ``stays`` is true,
+    they stay flipped."""
     found = None
     try:
         _require_otherwise(tensors)

@@ -1,4 +1,4 @@
-"""``lowtide.checked``: planned calls are captured anew from time to time, and compared with what is about to run."""
+"""``lowtide.checked``: from time to time capture a planned call anew, and compare with its plan."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from lowtide.objects.keys import fingerprint
 
 
 class _Thread(threading.local):
-    contexts: tuple[checked, ...] = ()  # that are open, the innermost last
+    contexts: tuple[checked, ...] = ()  # open contexts, innermost last
 
 
 _THREAD = _Thread()
 
 
 class checked:
-    """Inside, every ``every``-th planned call of this thread is captured anew, and must be the program that its plan is for.
+    """A context in which every ``every``-th planned call of this thread is captured anew and compared with its plan.
 
-    Guards compare what the model's Python code read when it was captured. Where that code depends on what no guard sees
-    (a clock, the state of a native extension, variables of an installed library), a plan goes stale unnoticed; here it
-    is noticed. A check takes a capture; it changes neither the model nor any random generator. Contexts nest, and the
-    innermost counts. Calls inside of ``lowtide.online`` run without plans, and are not checked.
+    Guards compare what the model's Python code read when it was captured. If that code depends on something that no
+    guard sees (a clock, the state of a native extension, variables of an installed library), a plan becomes stale
+    without notice. This context detects it. A check takes one capture; it changes neither the model nor any random
+    generator. Contexts nest, and the innermost counts. Calls inside ``lowtide.online`` have no plans and are not
+    checked.
 
-    Raises ``ExecutionError`` from the call that would have run a stale plan, with what differs, and ``PlanError`` where
-    ``every`` is no positive integer.
+    Raises ``ExecutionError`` from the call that would have run a stale plan, with the difference, and ``PlanError`` if
+    ``every`` is not a positive integer.
     """
 
     def __init__(self, *, every: int) -> None:
@@ -49,7 +50,7 @@ class checked:
 
 
 def is_due() -> bool:
-    """Whether the planned call that begins now is to be checked."""
+    """Count a planned call that begins now. Returns whether it is to be checked."""
     if not _THREAD.contexts:
         return False
     context = _THREAD.contexts[-1]
@@ -58,8 +59,8 @@ def is_due() -> bool:
 
 
 def check(capture: Callable[[], Captured], planned: Captured, model: nn.Module) -> None:
-    """``capture`` the call that is about to run as ``planned`` anew, and compare. Raises ``ExecutionError`` where it is another
-    one."""
+    """Call ``capture`` for the call that is about to run as ``planned``, and compare. Raises ``ExecutionError`` if the
+    two differ."""
     try:
         now = capture()
     except CaptureError as error:

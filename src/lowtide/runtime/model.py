@@ -1,4 +1,4 @@
-"""The model swap: plans in place of a model's own ``forward``, for all of it or, where that is no single program, for parts."""
+"""Run a model by plans: as a whole, or in parts if it cannot be captured as one program."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from lowtide.runtime.sharded_root import ShardedRoot
 from lowtide.settings import Settings
 
 _LOG = logging.getLogger(__name__)
-_MOST_WITHOUT_GRADIENT = 3  # captures of calls of the same shapes whose results have none
+_MOST_WITHOUT_GRADIENT = 3  # captures per signature that found no result with a gradient
 
 
 class Rematerialized(Planned):
-    """The planned ``forward`` of one model. ``parts``: what runs by plans where the model as a whole cannot."""
+    """The planned ``forward`` of one model. ``parts``: planned parts of a model that cannot run as a whole."""
 
     def _begin(
         self, model: nn.Module, settings: Settings, original_forward: Callable[..., Any], had_instance_forward: bool
@@ -56,26 +56,26 @@ class Rematerialized(Planned):
             settings = dataclasses.replace(settings, planning="wait", dynamic=False)  # all ranks run one plan at a time
         super()._begin(model, settings, original_forward, had_instance_forward)
         self.parts: Parts | None = None
-        self._former: Parts | None = None  # while the model is tried as a whole again
-        self._runs_in_parts = False  # whether a call has
-        self._was_whole = False  # though its program changes from call to call, which is why it is in parts
-        self._stays_whole = False  # since its parts do not fit the budget, and it has been found out what else does
-        self._apart: set[Signature] = set()  # of calls that could not be captured
-        self._without_gradient: Counter[Signature] = Counter()  # captured, of which no result had one
+        self._former: Parts | None = None  # the parts, while the model is tried as a whole again
+        self._runs_in_parts = False  # whether a call ran in parts
+        self._was_whole = False  # in parts only because its program changes from call to call
+        self._stays_whole = False  # decided how to run: parts are not tried again
+        self._apart: set[Signature] = set()  # signatures of calls that could not be captured
+        self._without_gradient: Counter[Signature] = Counter()  # captures whose results had no gradient
         self._online: OnlineCalls | None = None
         self._instead = OnlineInstead(settings)
         self.differentiated = DifferentiatedAgain(type(model).__name__)
         self._waiting = WaitingCalls(type(model).__name__, settings.in_flight)
 
     def _begin_anew(self) -> None:
-        """FSDP2 has sharded the model since, as trainers have it do: what was planned was another model."""
+        """Start over: FSDP2 has sharded the model since (as trainers do), so old plans are for another model."""
         self.improving.stop()
         optimizer = self.optimizer
         self._begin(self.model, self.settings, self.given_forward, self.had_instance_forward)
         self.optimizer = optimizer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if self.parts is not None and self.parts.is_called:  # it calls itself
+        if self.parts is not None and self.parts.is_called:  # the model calls itself
             return self.original_forward(*args, **kwargs)
         if self.parts is not None and not self._was_whole and self.parts.beginning.has_turned():
             self._former = self.parts
@@ -113,12 +113,14 @@ class Rematerialized(Planned):
         return outputs
 
     def terms_from(self, states: int) -> int | None:
-        """Of arguments always: what they were computed from may be read around the model."""
+        """As of ``Programs``, but by default gradients of arguments leave as terms: other code may use arguments
+        too."""
         otherwise = self.in_terms or self._root is not None or self.settings.compiler != "eager"
         return super().terms_from(states) if otherwise else states
 
     def _may_split(self) -> bool:
-        """Whether gradients could leave as terms of their sums, but do not. Of ``in_flight`` calls each has its own pass."""
+        """Whether gradients leave as sums but could leave as terms: not if ``in_flight`` > 1, with a pass for each
+        call."""
         plain = self.optimizer is None and self._root is None and self.settings.compiler == "eager"
         return plain and not self.in_terms and not self._waiting.summed and self.settings.in_flight == 1
 
@@ -129,7 +131,7 @@ class Rematerialized(Planned):
         return super()._run_as_it_is(args, kwargs)
 
     def _split_waiting(self) -> None:
-        """Another call begins, whose gradients come before those of calls that wait: these are to hand over terms."""
+        """Another call begins, whose gradients arrive before those of waiting calls: gradients leave as terms now."""
         if self._may_split() and self._waiting.supersede():
             self._leave_in_terms(True)
 
@@ -165,15 +167,15 @@ class Rematerialized(Planned):
                     self._go_whole(error, args, kwargs)
                     return self.call(*args, **kwargs)
             if (self.parts or self._online) and not (self._runs_in_parts or isinstance(error, OnlineBudgetError)):
-                self._go_back()  # the call itself was wrong
+                self._go_back()  # the call itself was at fault
             raise
-        self._runs_in_parts = bool(self._apart)  # not where it was one call alone
+        self._runs_in_parts = bool(self._apart)  # not if only this one call failed
         if self.optimizer is not None and (self.parts is not None or self.is_online):
             self.optimizer.give_up(f"the model runs {'under lowtide.online' if self.is_online else 'in parts'}")
         return result
 
     def _go_back(self) -> None:
-        """Another call is no reason to run this one in parts, or online: it is captured, if it can be."""
+        """Leave parts or online mode, which were for another call. This call is captured if possible."""
         self.parts, self._runs_in_parts = None, False
         self._apart.clear()
         self._leave_online()
@@ -181,7 +183,7 @@ class Rematerialized(Planned):
             self.begin_anew()
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
-        if self._runs_in_parts and not self.entries:  # there is nothing to be found
+        if self._runs_in_parts and not self.entries:  # no entry can exist
             return None
         return super()._entry(sample, inputs, state, tree)
 
@@ -210,7 +212,7 @@ class Rematerialized(Planned):
             return None
 
     def _run_apart(self, key: Signature, inputs: list[torch.Tensor], error: CaptureError, always: bool) -> None:
-        """In parts, or under ``lowtide.online``."""
+        """Run such calls in parts or under ``lowtide.online``, as the settings say."""
         if self.settings.on_capture_error == "error":
             raise error
         if self.settings.on_capture_error == "online":
@@ -226,7 +228,7 @@ class Rematerialized(Planned):
         self.parts = self.parts or self._former or Parts(self.model, self.settings, error)
         self._was_whole = self.parts.shared.must_fit = changes
         self.parts.shared.budget.granted_bytes = max(self.parts.shared.budget.granted_bytes, self._granted())
-        if self._arenas:  # beside it the parts would exceed the budget
+        if self._arenas:  # arena and parts together would exceed the budget
             self.begin_anew()
         if always:
             self._apart.add(key)
@@ -236,8 +238,8 @@ class Rematerialized(Planned):
         return super()._arena(program) if self.parts is None else None
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
-        """What is to run, and its plan: of a sharded model, in the order of collectives of all ranks. Raises ``CaptureError``
-        where only copies of what the forward pass writes into (an average of parameters) do not fit: parts need none."""
+        """Return the program to run and its plan. Raises ``CaptureError`` if only the copies of tensors that the
+        forward pass writes into do not fit: parts need none."""
         if self._root is None:
             try:
                 return super().planned(captured, sample, finish, **known)
@@ -258,14 +260,14 @@ class Rematerialized(Planned):
         return self._may_be_apart() or self._may_be_online(inputs)
 
     def _may_be_online(self, arguments: Any) -> bool:
-        """Whether a call may run under ``lowtide.online`` though it can be captured."""
+        """Whether a call that can be captured may run under ``lowtide.online`` nevertheless."""
         decided = self._stays_whole or self._root is not None or self.optimizer is not None
         return not decided and self._instead.is_possible(arguments)
 
     def _go_whole(self, why: str | InfeasibleBudgetError, *arguments: Any) -> None:
-        """Its parts do not meet the budget, or it has none: under ``lowtide.online`` it does, and captured in every call."""
+        """Leave parts, which do not fit the budget or do not exist: run online if possible, or capture every call."""
         budget_bytes = self._instead.budget_bytes or (0 if isinstance(why, str) else why.budget_bytes)
-        may_exceed = self._was_whole or isinstance(why, str)  # by a plan it would have run
+        may_exceed = self._was_whole or isinstance(why, str)  # a plan would have let it run
         online = self._may_be_online(arguments)
         device = self._instead.device if self.parts is None else self.parts.device
         self.parts, self._runs_in_parts, self._was_whole, self._stays_whole = None, False, False, True
@@ -277,7 +279,7 @@ class Rematerialized(Planned):
             _LOG.warning("%s is captured in every call: %s", type(self.model).__name__, why)
 
     def _wants_plan(self, online: OnlineCalls, arguments: Any) -> bool:
-        """Whether a call of a model that runs ``online`` does not: it is captured all the same, or tells what a step takes."""
+        """Whether to capture and plan this call of a model in online mode."""
         outgrown = self.parts is not None and self.parts.are_outgrown(arguments)
         self._online = self._instead.calls(online, type(self.model).__name__, self._granted(), outgrown)
         return self._online is None or self._instead.wants_plan(arguments)
@@ -285,8 +287,7 @@ class Rematerialized(Planned):
     def _go_online(
         self, why: str | InfeasibleBudgetError, budget_bytes: int, device: torch.device, *, may_exceed: bool = False
     ) -> None:
-        """Run eagerly inside the budget from now on, forward and backward passes. ``may_exceed``: what does not fit goes on
-        above it, as it did before."""
+        """Run both passes eagerly inside the budget from now on. ``may_exceed``: go above it if a step does not fit."""
         self._online = self._instead.begun(type(self.model).__name__, why, budget_bytes, device, may_exceed)
 
     def _run_online(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -304,19 +305,19 @@ class Rematerialized(Planned):
             online.leave()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until the searches for better plans have ended, at most so many seconds; whether they have."""
+        """Wait until the searches for better plans end, at most ``seconds``. Returns whether they have ended."""
         began = time.monotonic()
         ended = self.improving.wait(seconds)
         left = None if seconds is None else max(seconds - (time.monotonic() - began), 0.0)
         return (self.parts is None or self.parts.shared.finish(left)) and ended
 
     def plans(self) -> list[Plan]:
-        """Those made so far, of the model or of its parts."""
+        """The plans made so far, for the model or for its parts."""
         planned = [self, *(self.parts.planned() if self.parts else ())]
         return [entry.plan for one in planned for entries in one.entries.values() for entry in entries]
 
     def end(self) -> None:
-        """End the searches for better plans, and the online mode, where a capture error began it."""
+        """End the searches for better plans, and the online mode if lowtide began it."""
         super().end()
         if self.parts is not None:
             self.parts.backward.leave()
@@ -326,10 +327,10 @@ class Rematerialized(Planned):
         self._leave_online()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:
-        """The copy of the model plans for itself, under the same settings."""
+        """Copy the model with it: the copy makes its own plans, under the same settings."""
         clone = object.__new__(type(self))
         memo[id(self)] = clone
-        model = memo.get(id(self.model))  # under construction where the model itself is being copied
+        model = memo.get(id(self.model))  # present if the model itself is being copied
         if model is None:
             model = copy.deepcopy(self.model, memo)
         function = getattr(self.original_forward, "__func__", None)
@@ -338,7 +339,7 @@ class Rematerialized(Planned):
         return clone
 
     def __reduce__(self) -> Any:
-        """Pickled with the model: settings travel, but for bytes that memory sufficed for here; plans are made anew."""
+        """Pickle the model and its settings, without ``most_bytes``, which is this machine's. Plans are made anew."""
         original = self.original_forward if self.had_instance_forward else None
         return _restore_pickled, (self.model, dataclasses.replace(self.settings, most_bytes=None), original)
 

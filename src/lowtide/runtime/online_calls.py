@@ -1,4 +1,4 @@
-"""A model whose calls run under ``lowtide.online``."""
+"""Run the calls of a model under ``lowtide.online``."""
 
 from __future__ import annotations
 
@@ -21,23 +21,28 @@ from lowtide.runtime.caller import is_compiled_around
 from lowtide.runtime.calls.result_hooks import tell
 
 _LOG = logging.getLogger(__name__)
-_BACKWARD = ("backward", "grad")  # of torch.autograd: what runs a backward pass
+_BACKWARD = ("backward", "grad")  # functions of torch.autograd that run a backward pass
 _STEPS = 8
-_lock = threading.RLock()  # garbage is collected inside, too
+_lock = threading.RLock()  # reentrant: garbage collection inside may take it again
 _inside: weakref.WeakSet[OnlineCalls] = weakref.WeakSet()
 _replaced: dict[str, Any] = {}
 
 
 class OnlineCalls:
-    """Within ``budget_bytes``, from a call on until all calls have had their backward pass: what the thread does then is
-    outside. While one is inside, ``torch.autograd.backward`` and ``grad`` tell of their ends, since the context cannot be left
-    within a pass.
+    """Runs calls within ``budget_bytes``, in the online context.
 
-    The thread of a call is inside, and whoever else reads what was evicted would read nothing. So a thread other than the main
-    one leaves at the end of its call, with all that is held there as it is without the context, until it was seen to run the
-    backward pass of one itself. ``step_seconds``: how long the latest steps took inside. ``may_exceed``: what needs more goes
-    on above the budget, since it would run by a plan; with ``once_met`` it does once a step was within it, which is a share of
-    what steps took. ``unmet``: why there are no plans within it, which is raised where it is too small here, too."""
+    The context is entered at a call and left when all calls have had their backward pass. It cannot be left within a
+    pass, so ``torch.autograd.backward`` and ``grad`` are wrapped meanwhile to report their ends.
+
+    The context holds for the thread of the call; another thread could not read evicted tensors. So a thread other than
+    the main one leaves at the end of its call, which restores all tensors, until it was seen to run the backward pass
+    itself.
+
+    - ``step_seconds``: how long the latest steps took inside.
+    - ``may_exceed``: a step that needs more goes on above the budget, because it would run by a plan. With ``once_met``
+      this holds after one step was within the budget, which is a share of what steps took.
+    - ``unmet``: why no plan fits the budget. Raised if the budget is too small here as well.
+    """
 
     def __init__(
         self,
@@ -49,7 +54,7 @@ class OnlineCalls:
     ) -> None:
         self.unmet, self._once_met = unmet, once_met
         self._context = online(budget_bytes, device=device)
-        # Whoever catches the error of code between two passes need not know that the thread is still inside.
+        # An error between two passes may be caught by code that does not know of the context.
         settings = self._context.settings
         self._context.settings = dataclasses.replace(settings, may_exceed=may_exceed, refuses_once=True)
         self._entered = self._running = self._compiled = self._compiled_before = False
@@ -57,9 +62,9 @@ class OnlineCalls:
         self._trusted: weakref.WeakSet[threading.Thread] = weakref.WeakSet([threading.main_thread()])
         self.step_seconds: deque[float] = deque(maxlen=_STEPS)
         self._began = 0.0
-        self._needed_bytes = 0  # the most that the latest step took, until ``check_end``
-        self._said = False  # that steps end above the budget
-        self._left_by: threading.Thread | None = None  # the one of the latest call, where that left at its end
+        self._needed_bytes = 0  # peak of the latest step, until ``check_end``
+        self._said = False  # the warning in ``check_end``
+        self._left_by: threading.Thread | None = None  # thread of the latest call, if it left at its end
         weakref.finalize(self, _gone, self._context).atexit = False
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -83,7 +88,7 @@ class OnlineCalls:
         except BaseException as error:
             self._running = False
             found = self.behind(error)
-            self.backward_ended()  # unless earlier calls wait
+            self.backward_ended()  # leaves, unless earlier calls wait
             if found is not None and found is not error:
                 raise found from error
             raise
@@ -94,7 +99,7 @@ class OnlineCalls:
         return result
 
     def _leave_to_others(self) -> None:
-        """Leave, and watch which thread runs the backward pass."""
+        """Leave the context, and watch which thread runs the backward pass."""
         self.leave()
         self._left_by = threading.current_thread()
         with _lock:
@@ -102,7 +107,8 @@ class OnlineCalls:
             _tell()
 
     def backward_ended(self) -> None:
-        """Leave, unless that was inside of a pass, or calls wait for another one."""
+        """A backward pass ended: leave the context, unless it was inside another pass or calls still wait for
+        theirs."""
         within = self._running or torch._C._current_graph_task_id() != -1
         if self._left_by is threading.current_thread() and not within:
             self._trusted.add(self._left_by)
@@ -118,8 +124,8 @@ class OnlineCalls:
             self._left()
 
     def behind(self, error: BaseException) -> LowtideError | None:
-        """That the budget is too small, where that is what an exception inside is about: why there are no plans within it says
-        better which one is not."""
+        """The error that the budget is too small, if this caused the exception; joined with the reason why no plan
+        fits, if known."""
         found = self._context.behind(error)
         return found if found is None or self.unmet is None else self._nor_here(self.unmet, found)
 
@@ -128,9 +134,9 @@ class OnlineCalls:
         return dataclasses.replace(unmet, message=f"{unmet} That was tried: {found}", midway=True)
 
     def check_end(self) -> None:
-        """What the latest step ended with (above all gradients) may have taken more than the budget once all of it was there:
-        raises ``unmet``; without one the log says so, and steps go on within what that took, since to hold less until their
-        ends takes time and saves nothing."""
+        """Check whether the latest step, with the gradients and results that it ended with, took more than the budget.
+        If so, raise ``unmet``, or without it log a warning once and raise the budget: to hold less until steps end
+        would take time and save nothing."""
         budget_bytes, needed_bytes = self._context.settings.budget_bytes, self._needed_bytes
         self._needed_bytes = 0
         if needed_bytes <= budget_bytes:
@@ -151,7 +157,7 @@ class OnlineCalls:
             self._said = True
 
     def leave(self) -> None:
-        """What is held becomes as without the context."""
+        """Leave the context; held tensors become ordinary ones."""
         if self._entered:
             self._context.__exit__(None, None, None)
             self._left()
@@ -165,7 +171,7 @@ class OnlineCalls:
 
 
 class _Call:
-    """A call that returned ``result``. ``waits``: whether a backward pass may still come to it."""
+    """A call that returned ``result``. ``waits``: whether a backward pass may still reach it."""
 
     def __init__(self, result: Any) -> None:
         self._reached = reached = [False]
@@ -173,7 +179,7 @@ class _Call:
         def note(_: torch.Tensor) -> None:
             reached[0] = True
 
-        self._graph = weakref.ref(note)  # which the graph holds
+        self._graph = weakref.ref(note)  # the autograd graph keeps it alive
         tell(result, note)
 
     @property
@@ -188,7 +194,7 @@ def _gone(context: online) -> None:
 
 
 def _tell() -> None:
-    """Have the ends of backward passes told where anybody is inside, and not otherwise."""
+    """Wrap the functions that run backward passes while any ``OnlineCalls`` is inside, and unwrap them otherwise."""
     if _inside and not _replaced:
         for name in _BACKWARD:
             _replaced[name] = function = getattr(torch.autograd, name)
@@ -209,7 +215,7 @@ def _telling(function: Callable[..., Any]) -> Callable[..., Any]:
             if found is not None and found is not error:
                 raise found from error
             raise
-        finally:  # also of one that failed, which nobody waits for
+        finally:  # also after a failed pass
             for one in list(_inside):
                 one.backward_ended()
         for one in inside:

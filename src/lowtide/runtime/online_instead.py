@@ -1,7 +1,8 @@
-"""A model whose programs do not come again, under ``lowtide.online`` instead of by a plan for each call.
+"""Run a model whose programs are not reused under ``lowtide.online``, instead of planning each call.
 
-A capture takes many times as long as a step of a model that unrolls a loop. Where most calls would need one, the online mode is
-the quicker way to hold a budget. Where it is not, which its first steps tell, the model is captured in every call all the same.
+For a model that unrolls a loop, a capture takes many times as long as a step. If most calls would need one, online mode
+is the quicker way to keep a budget. If its first steps show that it is not, the model is captured in every call after
+all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _TRIED = 4  # steps
 
 
 class OnlineInstead:
-    """What is known of a model for that. ``budget_bytes``: the most that a call by a plan was given, once it is to be so."""
+    """Decides this for one model. ``budget_bytes``: the most that a planned call was given, once online mode takes
+    over."""
 
     def __init__(self, settings: Settings) -> None:
         plain = (
@@ -36,33 +38,33 @@ class OnlineInstead:
         )
         self._may_be = plain and settings.on_capture_error == "parts"
         self._grows = is_percentage(settings.given)
-        self._largest_bytes = 0  # of the arguments of calls by plans
-        self._passes: int | None = None  # by plans, when the latest call had been made
-        self._parts: CurrentStep | None = None  # of the model, some of which ran in it
-        self._parts_passes = 0  # by plans of these, of those
+        self._largest_bytes = 0  # largest arguments of planned calls
+        self._passes: int | None = None  # planned forward passes up to the latest call
+        self._parts: CurrentStep | None = None  # the model's parts, if some ran in that call
+        self._parts_passes = 0  # the share of these parts in ``_passes``
         self._are_its_own = True
-        self._seconds = 0.0  # of a call that is captured
+        self._seconds = 0.0  # duration of a call with its capture
         self.budget_bytes, self.device = 0, torch.device("cpu")
 
     def watch(self, inputs: Sequence[torch.Tensor], states: int) -> None:
-        """A call with these flat inputs may run by a plan, the first ``states`` of which are the model's."""
+        """A call with these flat inputs may run by a plan. The first ``states`` are the model's."""
         self._largest_bytes = max(self._largest_bytes, strided_bytes(inputs[states:]))
         if self._passes is not None:
             backward = 0 if self._parts is None else self._parts.passes - self._parts_passes  # which called submodules
             self._are_its_own &= ModelCall.begun == self._passes + backward
 
     def called(self, parts: CurrentStep | None = None) -> None:
-        """The call has been made, by plans of these ``parts`` where it is in parts."""
+        """The call has ended. ``parts``: set if it ran in parts."""
         self._passes, self._parts, self._parts_passes = ModelCall.begun, parts, 0 if parts is None else parts.passes
 
     def takes_over(self, budget_bytes: int, seconds: float, device: torch.device) -> None:
-        """From calls by plans, which were given and took as much, on this device."""
+        """Online mode takes over from planned calls, which got ``budget_bytes`` and took ``seconds`` each."""
         self.budget_bytes, self._seconds, self.device = budget_bytes, seconds, device
         self._may_be &= budget_bytes > 0
 
     def is_possible(self, arguments: Any) -> bool:
-        """Whether the steps of the model are its own: no other model ran by plans, none comes before it, and no other process
-        waits for its plans."""
+        """Whether the steps contain only this model: no other model ran by plans, none computed the arguments, and no
+        other process waits for its plans."""
         if not (self._may_be and self._are_its_own) or several_processes():
             return False
         return all(one.grad_fn is None for one in structure.flatten(arguments)[0])
@@ -75,7 +77,8 @@ class OnlineInstead:
         device: torch.device,
         may_exceed: bool,
     ) -> OnlineCalls:
-        """By what the calls of the model of that name run from now on, which the log says. ``why``: of parts, their error."""
+        """Begin online mode for the model ``name``, and log it. ``why``: the reason, or the error that its parts
+        raised."""
         what = "would be captured in most calls" if self.budget_bytes else "cannot be captured"
         within = format_bytes(budget_bytes)
         unmet = why if isinstance(why, InfeasibleBudgetError) else None
@@ -84,8 +87,8 @@ class OnlineInstead:
         return OnlineCalls(budget_bytes, device, may_exceed, None if may_exceed else unmet, once_met=self._grows)
 
     def calls(self, online: OnlineCalls, name: str, budget_bytes: int, outgrown: bool) -> OnlineCalls | None:
-        """By what later calls of the model of that name run, where the latest ran ``online`` and one by a plan was given so
-        many bytes since; ``None`` where captures are quicker, or they are ``outgrown``."""
+        """What later calls of the model ``name`` run under, after the latest ran ``online``. ``budget_bytes``: what
+        planned calls got since. Returns ``None`` if captures are quicker or the budget is ``outgrown``."""
         tried = self.budget_bytes > 0 and len(online.step_seconds) >= _TRIED
         slower = tried and min(online.step_seconds) > self._seconds
         if not (slower or outgrown or 0 < self.budget_bytes < budget_bytes):
@@ -99,6 +102,6 @@ class OnlineInstead:
         return None if slower else OnlineCalls(self.budget_bytes, self.device, may_exceed=True)
 
     def wants_plan(self, arguments: Any) -> bool:
-        """Whether a call is larger than all that were planned, so that a budget in percent has to grow with it."""
+        """Whether a call is larger than all planned ones, so that a budget in percent has to grow with it."""
         larger = self._grows and self.budget_bytes > 0
         return larger and strided_bytes(structure.flatten(arguments)[0]) > self._largest_bytes

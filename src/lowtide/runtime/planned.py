@@ -1,4 +1,4 @@
-"""A planned ``forward`` in place of a module's own, one plan per input signature."""
+"""A planned ``forward`` that replaces a module's own, with one plan per signature of its calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ UNPLANNED = object()
 
 
 class Planned(Programs):
-    """The planned ``forward`` of one module. Calls under ``torch.no_grad()`` or in evaluation mode run the original."""
+    """The planned ``forward`` of one module. Calls in evaluation mode or without gradients run the original."""
 
     _lowtide_runtime = True
 
@@ -59,24 +59,24 @@ class Planned(Programs):
         self.given_forward = original_forward
         self.had_instance_forward = had_instance_forward
         functools.update_wrapper(self, original_forward, updated=())
-        self.ran = 0  # calls that ran by a plan
+        self.ran = 0  # number of calls that ran by a plan
         self.unusual = UnusualCalls()
         self.values = CallValues(model)
-        self._early: dict[Signature, tuple[int, ...]] = {}  # what calls have require a gradient before they read it
-        self.is_unusual = False  # while a program is made for one of them
+        self._early: dict[Signature, tuple[int, ...]] = {}  # inputs to mark with requires_grad before the call
+        self.is_unusual = False  # while a program for an unusual call is made
         self._said_transformed = self._said_copied = False
-        self._prepares = False  # outside of a step, where no budget limits what is measured
+        self._prepares = False  # plans outside of a step, so the budget does not limit measuring
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        """What ``torch.jit.script`` asks for, which compiles the source of a function. There is none of a plan."""
+        """Refuse ``torch.jit.script``, which reads this attribute to compile a function's source. A plan has none."""
         raise AttributeError(
             "a rematerialized model cannot be scripted; call lowtide.restore(model) first, or trace it."
         )
 
     @property
     def original_forward(self) -> Callable[..., Any]:
-        """That of the model's class as it is now, unless the model had one of its own, or one stands for it."""
+        """That of the model's class as it is now, or the given one if the model had its own or a replacement."""
         model: Any = self._model()
         now = getattr(type(model), "forward", None)
         if self.had_instance_forward or getattr(self.given_forward, "__self__", None) is not model:
@@ -85,7 +85,7 @@ class Planned(Programs):
 
     @torch.compiler.disable(reason="a rematerialized model runs by its plan")  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # as where it is exported
+        if torch.compiler.is_compiling():  # as in an export
             return self.original_forward(*args, **kwargs)
         copied = caller.copied_module(self, self._model(), caller.calling(sys._getframe(1)))
         return self.call(*args, **kwargs) if copied is None else self._run_copied(copied, args, kwargs)
@@ -98,13 +98,13 @@ class Planned(Programs):
         return module.forward(*args, **kwargs)
 
     def is_copied_in(self, module: nn.Module) -> bool:
-        """Whether another module than the model has it as an attribute."""
+        """Whether ``module``, which is not the model, has this object as an attribute."""
         return caller.has_copied(module, self, self._model())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """A call for the model itself."""
+        """Run a call that is for the model itself."""
         model = self.model
-        if args and args[0] is model:  # made a method of the model, as accelerate does when it takes its wrappers off
+        if args and args[0] is model:  # accelerate made this object a method of the model when it unwrapped it
             model.forward, args = self, args[1:]
         if not self._is_trained() or not torch.is_grad_enabled():
             return self._run_as_it_is(args, kwargs)
@@ -118,9 +118,9 @@ class Planned(Programs):
             return self._run_as_it_is(args, kwargs)
         try:
             inputs, state, tree = self._flat(args, kwargs)
-        except NoShapeError:  # which this call gives them
+        except NoShapeError:  # lazy parameters: this call sets their shapes
             return self._run_as_it_is(args, kwargs)
-        as_part = any(isinstance(tensor, TRACED) for tensor in inputs)  # of a larger model that is captured
+        as_part = any(isinstance(tensor, TRACED) for tensor in inputs)  # called in the capture of a larger model
         if as_part or not any(tensor.requires_grad for tensor in inputs):
             return self._run_as_it_is(args, kwargs)
         changing = self.values.standing(tree.leaves[0])
@@ -129,11 +129,11 @@ class Planned(Programs):
         result = self._run(Sample(args, kwargs, changing), inputs, state, tree)
         if result is not UNPLANNED:
             return result
-        del inputs, state, tree  # what the call puts others in the place of is let go of
+        del inputs, state, tree  # the call may replace these tensors: do not keep them alive
         return self._run_unplanned(args, kwargs)
 
     def _run(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Any:
-        """A call with gradients, by its plan; ``UNPLANNED`` where there is none."""
+        """Run a call with gradients by its plan. Returns ``UNPLANNED`` if it has none."""
         entry = self._entry(sample, inputs, state, tree)
         if entry is None:
             return UNPLANNED
@@ -141,7 +141,7 @@ class Planned(Programs):
 
     @property
     def kind(self) -> tuple[type, str] | None:
-        """What others of the same program share; ``None`` where there are none."""
+        """A key that modules with the same program share, ``None`` if there are no such modules."""
         return None
 
     def _is_trained(self) -> bool:
@@ -154,7 +154,7 @@ class Planned(Programs):
         return self.original_forward(*args, **kwargs)
 
     def _fill_zeroed(self) -> None:
-        """A call begins whose gradients are added to those that are there."""
+        """A call without a plan begins, and its gradients are added to existing ones: make those real tensors."""
         if self.optimizer is not None:
             self.optimizer.fill_zeroed()
 
@@ -187,12 +187,13 @@ class Planned(Programs):
         return self._run_planned(other, sample, inputs, tree)
 
     def _run_failed(self, entry: Entry, inputs: list[torch.Tensor], why: str) -> None:
-        """An operator of a call has failed, which its own code may catch: have that run, in parts where it can."""
+        """An operator of a call failed, and its own code may catch the error: run that, in parts if possible."""
         with contextlib.suppress(CaptureError):
             self._run_apart(entry.key, inputs, CaptureError(f"where an operator of it fails: {why}"), always=False)
 
     def _otherwise(self, entry: Entry, number: int, sample: Sample, inputs: list[torch.Tensor]) -> Entry | None:
-        """For a call like those of ``entry`` but for the check of a value with this number: what runs it, from now on first."""
+        """The entry for a call like those of ``entry`` until check ``number`` of a value goes the other way; tried
+        first from now on."""
         expected, modules = entry.captured.contract.conditions.expected, list(self.model.modules())
         wanted = (*expected[:number], not expected[number], *[None] * (len(expected) - number - 1))
         found = next((one for one in self.entries.get(entry.key, ()) if one.goes(wanted, modules, inputs)), None)
@@ -203,7 +204,8 @@ class Planned(Programs):
         return found
 
     def _unusual(self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: Answers) -> Entry | None:
-        """A new program for a call whose first checks of values go like this; ``None`` where it has run apart."""
+        """Make a program for a call whose first checks of values go as ``expected`` says; ``None`` if such calls run
+        without a program."""
         why = self.unusual.why(key, expected)
         if not why:
             try:
@@ -221,19 +223,19 @@ class Planned(Programs):
         return None
 
     def _run_apart(self, key: Signature, inputs: list[torch.Tensor], error: CaptureError, always: bool) -> None:
-        """A call with this signature cannot be captured: have it run otherwise, and whether calls like it ``always`` do. Raises
-        the error where nothing is known that does."""
+        """Handle a call that cannot be captured: run it, or with ``always`` all calls like it, without a whole plan.
+        Raises ``error`` if there is no other way to run it."""
         raise error
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Plan for calls like this one now."""
+        """Plan for calls with these arguments now, without running them."""
         with replaced(self, "_prepares", True), torch.enable_grad():
             entry = self._entry(Sample(args, kwargs), *self._flat(args, kwargs))
         if entry is not None and not entry.calls:
-            entry.calls = -1  # the call that is planned for comes later
+            entry.calls = -1  # the call itself follows later
 
     def run(self, entry: Entry, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The forward outputs of the planned program."""
+        """Run the forward pass of the planned program and return its outputs."""
         self.latest = entry
 
         def for_mask(mask: GradientMask, keeps: bool, held: bool, given: Sequence[torch.Tensor]) -> Lowered:
@@ -252,13 +254,13 @@ class Planned(Programs):
         )
 
     def _entry(self, sample: Sample, inputs: list[torch.Tensor], state: State, tree: Any) -> Entry | None:
-        """The planned program for this call, made now if it is new; ``None`` where there is to be none."""
+        """The planned program for this call, made now if it is new; ``None`` if the call runs without a plan."""
         key = self._key(inputs, state, tree)
         if key in self._early:
             entry = self._with_required(self._early[key], self._known, (sample, inputs, state))
             if entry is not None:
                 return entry
-            del self._early[key]  # what it was found out for is another one now
+            del self._early[key]  # no longer valid
         try:
             return self._found(key, sample, inputs, state)
         except GradientRequiredError as error:
@@ -270,8 +272,8 @@ class Planned(Programs):
     def _with_required(
         self, numbers: Sequence[int], find: Callable[..., Entry | None], call: tuple[Sample, list[torch.Tensor], State]
     ) -> Entry | None:
-        """What ``find`` finds for the call where its inputs with these numbers require a gradient that do not, and the other
-        way round. They stay so where it finds something and the call is about to run."""
+        """Call ``find`` with ``requires_grad`` of the numbered inputs flipped. They stay flipped if an entry is found
+        and the call is about to run."""
         sample, given, known = call
         given = [*known.registered, *given[len(known.registered) :]]
 
@@ -301,8 +303,9 @@ class Planned(Programs):
     def _new_entry(
         self, key: Signature, sample: Sample, inputs: list[torch.Tensor], expected: Answers | None = None
     ) -> Entry | None:
-        """A planned program for a call that none is known for; ``None`` where eager was asked for, or the online mode is
-        there. ``expected``: how its first checks of values go, where that is why."""
+        """Make a planned program for a new kind of call. Returns ``None`` if such calls run eagerly by the settings, or
+        inside the online mode. ``expected``: how the first checks of values go, if this is the reason for the new
+        program."""
         if is_inside():
             return None
         if self.entries and self.settings.on_new_signature != "plan":
@@ -314,7 +317,7 @@ class Planned(Programs):
                 with self.recaptures.unexpected(known, self.model, expected):
                     return self._make(key, sample)
             may_go_without = self._may_go_without(inputs)
-            if may_go_without and not several_processes():  # each would find another time to do so
+            if may_go_without and not several_processes():  # processes would do so at different times
                 self.recaptures.refuse_more()
             if known:
                 self.recaptures.changed(key, known, self._latest(key), self.model, inputs, may_go_without)
@@ -328,19 +331,19 @@ class Planned(Programs):
             return entry
 
     def _may_go_without(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a call with these flat inputs can run without a capture, where most calls need one."""
+        """Whether a call with these flat inputs can run without a plan, if most calls would need a capture."""
         return self._may_be_apart()
 
     def _pass_bytes(self, program: Program) -> int:
         return pass_bytes(program, self.settings, self.model, self._granted())
 
     def end(self) -> None:
-        """End the searches for better plans, and updates inside of backward passes."""
+        """End the searches for better plans, and optimizer updates inside backward passes."""
         self.improving.stop()
         if self.optimizer is not None:
             self.optimizer.end()
 
     @property
     def __code__(self) -> Any:
-        """Of the model's own forward: torch.export reads its arguments' names there."""
+        """The code of the model's own ``forward``, where ``torch.export`` reads argument names."""
         return self.original_forward.__code__

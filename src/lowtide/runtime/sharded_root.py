@@ -1,7 +1,7 @@
-"""The root of a model that FSDP2 shards, while it runs by plans.
+"""The root of a model sharded by FSDP2, while it runs by plans.
 
-Between its hooks a planned call is one program, which gathers and reduces by itself, so FSDP2's own hooks on the root are taken
-off: what they do besides is done here. Those of the units inside stay, and are met only where the model runs without a plan.
+A planned call is one program that gathers and reduces by itself, so FSDP2's hooks on the root are removed, and this
+module does the rest of their work. Hooks of inner units stay; they run only when the model runs without a plan.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lowtide.program.distributed.sharded import Unit, begun, state_of
 from lowtide.sharing.order import CollectiveOrder
 from lowtide.store import content_key
 
-_MADE: Counter[str] = Counter()  # by layout: so many models of it have been planned
+_MADE: Counter[str] = Counter()  # number of planned models, by layout
 
 
 class ShardedRoot:
-    """In the place of the model's own ``forward``: called, it is that with FSDP2's hooks around it."""
+    """Replaces the model's original ``forward``. Calling it runs that ``forward`` with FSDP2's hooks around it."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         self.state, self.forward = state_of(model), forward
         functools.update_wrapper(self, forward, updated=())
-        if self.state._training_state.name == "FORWARD":  # in the model's first call: FSDP2's hook has run already
+        if self.state._training_state.name == "FORWARD":  # in the model's first call, after FSDP2's hook
             self.state._post_forward(model, (), None)
         units = begun(model)
         self.order, self.settle = _order(units), [unit.settle for unit in units]
@@ -45,7 +45,7 @@ class ShardedRoot:
         return self.state._post_forward(module, args, self.forward(*args, **kwargs))
 
     def received(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments on the model's device, in the type that its policy says."""
+        """The arguments on the model's device, cast as its mixed-precision policy says."""
         device = self.state._device
         if device.type != "cpu" and (args or kwargs):
             from torch.distributed.utils import _to_kwargs
@@ -56,14 +56,15 @@ class ShardedRoot:
         return cast
 
     def handed(self, result: Any) -> Any:
-        """What the caller gets, in the type that the policy says."""
+        """The result, cast as the policy says."""
         return self.state._cast_output_dtype(result)
 
     def planned(
         self, plan: Callable[..., tuple[Program, Plan]], name: str, forget: Callable[[], None]
     ) -> tuple[Program, Plan]:
-        """What is to run for a call of the model of this ``name``, and its plan, made by ``plan`` from ``known`` schedules, in
-        the order of collectives of all ranks; ``forget`` what is in another one."""
+        """Return the program to run and its plan, made by ``plan``, which takes ``known`` schedules. All ranks keep to
+        one order of collectives; ``forget`` drops entries with another order. ``name``: the model's name, for
+        messages."""
         order = self.order
         try:
             found = self._in_order(plan, name, forget)
@@ -76,7 +77,7 @@ class ShardedRoot:
     def _in_order(
         self, plan: Callable[..., tuple[Program, Plan]], name: str, forget: Callable[[], None]
     ) -> tuple[Program, Plan]:
-        for _ in range(2):  # the first time another rank may settle the order meanwhile
+        for _ in range(2):  # another rank may settle the order during the first try
             program, made = plan(known=self.order.schedules)
             if self.order.settles(program, made.schedule):
                 return program, made
@@ -90,7 +91,7 @@ class ShardedRoot:
         return program, made
 
     def end(self) -> None:
-        """Put FSDP2's hooks back: the first of those before the pass, the last of those behind it."""
+        """Put FSDP2's hooks back in their places: first before the pass, last after it."""
         for number, (hooks, key, hook) in enumerate(self._taken):
             hooks[key] = hook
             if number == 0:
@@ -99,7 +100,8 @@ class ShardedRoot:
 
 
 def _order(units: Sequence[Unit]) -> CollectiveOrder:
-    """Of the collectives of a model with these units, the same on all of its ranks, which make their models in one order."""
+    """The order of collectives of a model with these units. It is the same on all ranks, if they make their models in
+    one order."""
     meshes = {parameter.device_mesh for unit in units for parameter in unit.parameters}  # type: ignore[attr-defined]
     ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
     layout = content_key([(unit.name, unit.describe(range(len(unit.forms)))) for unit in units], ranks)

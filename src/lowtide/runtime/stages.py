@@ -1,7 +1,7 @@
-"""The stages of a pipeline that a rank holds, planned together for one budget (``sharing.stages``).
+"""Plan all pipeline stages that a rank holds together, within one budget (``sharing.stages``).
 
-Each stage is captured and measured as if it had memory without end. Then plans are chosen for all of them, and each is given
-its share: plans that are made later, for other gradients or sizes, keep to it, too.
+Each stage is captured and measured as if memory were unlimited. Then plans are chosen for all stages, and each stage
+gets a share of the budget. Plans made later, for other gradients or sizes, keep to this share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SPLIT = ("I", "W", "OVERLAP_F_B")
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """The stages of this rank. Raises ``PlanError`` for what is no schedule."""
+    """The stages of this rank. Raises ``PlanError`` if ``schedule`` is not a pipeline schedule."""
     found = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     if not all(isinstance(getattr(stage, "submod", None), nn.Module) for stage in found):
         raise PlanError(
@@ -42,8 +42,8 @@ def stages_of(schedule: Any) -> list[Any]:
 
 
 def passes_of(schedule: Any) -> list[Pass]:
-    """The passes of this rank's stages, in order. Raises ``PlanError`` for a schedule that splits backward passes, or does not
-    tell."""
+    """The passes of this rank's stages, in order. Raises ``PlanError`` if the schedule splits backward passes or does
+    not tell the order."""
     stages, name = stages_of(schedule), type(schedule).__name__
     numbers = {stage.stage_index: number for number, stage in enumerate(stages)}
     order = getattr(schedule, "pipeline_order", None) or {}
@@ -62,7 +62,7 @@ def passes_of(schedule: Any) -> list[Pass]:
 
 
 def plan_stages(schedule: Any, samples: Sequence[Sequence[Any]], settings: Settings) -> list[Rematerialized]:
-    """The planned forwards of the stages, which are not in force yet. Raises ``PlanError``, ``InfeasibleBudgetError`` and
+    """The planned forwards of the stages, not yet installed. Raises ``PlanError``, ``InfeasibleBudgetError`` and
     ``CaptureError``."""
     stages, order = stages_of(schedule), passes_of(schedule)
     if len(samples) != len(stages):
@@ -88,13 +88,13 @@ def plan_stages(schedule: Any, samples: Sequence[Sequence[Any]], settings: Setti
 
 
 def received(args: Sequence[Any], *, first: bool) -> list[Any]:
-    """As a stage is called: what another one sent has a gradient."""
+    """The arguments of a stage as it will be called: tensors from another stage require a gradient."""
     sent = [not first and isinstance(one, torch.Tensor) and one.is_floating_point() for one in args]
     return [one.detach().requires_grad_() if is_sent else one for one, is_sent in zip(args, sent, strict=True)]
 
 
 def _share(planned: Sequence[Rematerialized], order: Sequence[Pass], settings: Settings) -> None:
-    """Plan what was captured within the budget, and have the stages keep to their shares of it."""
+    """Plan the captured stages within the budget, and set the share of each."""
     entries = [next(iter(runtime.entries.values()))[0] for runtime in planned]
     members = [Member(entry.program, entry.plan.costs) for entry in entries]
     constraints = stage_constraints(order, [left_bytes(member) for member in members])
@@ -122,8 +122,8 @@ def _share(planned: Sequence[Rematerialized], order: Sequence[Pass], settings: S
 
 
 def _refined(chosen: Assignment, member: Member, share: Share, planning: Planning) -> Plan:
-    """The plan that was chosen, or a quicker one within its share. One pass of what was chosen may take more than the share
-    while less waits."""
+    """The chosen plan, or a quicker one within the stage's share. (One pass of the chosen plan may exceed the share, if
+    fewer passes wait then.)"""
     found = [plan_alone(chosen, member)]
     if found[0].overhead > 0:
         with contextlib.suppress(InfeasibleBudgetError):

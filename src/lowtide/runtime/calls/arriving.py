@@ -1,4 +1,4 @@
-"""The gradients that arrive at a planned call: whether they are those that its program was made for, and as it takes them."""
+"""Gradients that arrive at a planned call: whether its program was made for them, and their conversion for it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lowtide.program import Program, layouts
 from lowtide.program.results import GradientMask, Result
 from lowtide.program.tangents import owns_tangents
 
-_OWN_USES = 2  # of a storage: the tensor, and what asks
-_NUMBER_BYTES = 64  # at most, behind a number that is expanded
+_OWN_USES = 2  # references to a storage: the tensor, and the query itself
+_NUMBER_BYTES = 64  # largest storage of an expanded number
 _CAST = frozenset(f"aten.{name}.default" for name in ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "addr"))
 
 
 def refuse_casts(program: Program, device_type: str) -> None:
-    """Raises ``ExecutionError`` where the backward pass runs under autocast, which would cast what it multiplies: a program has
-    the types of a backward pass outside of it."""
+    """Raise ``ExecutionError`` if the backward pass runs under autocast and this would change its types: the program
+    has the types of a backward pass outside autocast."""
     if not torch.is_autocast_enabled(device_type):
         return
     kept = torch.get_autocast_dtype(device_type), torch.float64
@@ -44,7 +44,7 @@ def _is_cast(program: Program, op: Op, kept: Sequence[torch.dtype]) -> bool:
 
 
 def expected(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Whether these gradients are the ones that the program was made for."""
+    """Whether the program was made for these gradients."""
     program = lowered.program
     present = {i for i, gradient in enumerate(gradients) if gradient is not None}
     arrived = zip(lowered.tangents, (gradients[i] for i in program.tangents), strict=True)
@@ -58,13 +58,13 @@ def _has_layout(gradient: torch.Tensor, stride: Sequence[int]) -> bool:
 
 
 def wanted(program: Program, gradients: Sequence[torch.Tensor | None]) -> GradientMask:
-    """The mask for the results of ``program`` whose gradients arrived like this."""
+    """The mask for the results of ``program`` whose gradients arrived."""
     return tuple(_wanted(program, result, gradients) for result in program.results[: len(program.mask)])
 
 
 def _wanted(program: Program, result: Result, gradients: Sequence[torch.Tensor | None]) -> bool | tuple[int, ...]:
     place = result.returned
-    gradient = gradients[place] if place is not None and result.requires_grad else None  # not of one that is detached
+    gradient = gradients[place] if place is not None and result.requires_grad else None  # none for detached results
     if place is None or gradient is None:
         return False
     stride = program.metas[program.graph.forward_outputs[place]].stride
@@ -77,7 +77,7 @@ def place(result: Result) -> tuple[int | None, ...]:
 
 
 def prepared(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The arriving gradients in the layout that the program was captured with, with their own numbers in memory."""
+    """The arriving gradients in the layout that the program was captured with. Conjugation is resolved."""
     found = []
     for value, output in zip(lowered.tangents, lowered.program.tangents, strict=True):
         gradient, meta = gradients[output], lowered.program.metas[value]
@@ -85,15 +85,15 @@ def prepared(lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> list
         gradient = gradient.detach()
         if gradient.is_conj() or not _has_layout(gradient, meta.stride):
             arrived, gradient = gradient, layouts.empty(meta)
-            once = tuple(slice(None if step else 1) for step in meta.stride)  # where it is expanded
+            once = tuple(slice(None if step else 1) for step in meta.stride)  # expanded dimensions: one element
             gradient[once].copy_(arrived[once])
         found.append(gradient)
     return found
 
 
 class Tangents:
-    """The gradients that arrived at a call, as its program takes them. Of one that owns them they are here only until they are
-    handed to it."""
+    """The gradients that arrived at a call, prepared for its program. If the program owns them, they are kept only
+    until ``handed``."""
 
     def __init__(self, lowered: Lowered, gradients: Sequence[torch.Tensor | None]) -> None:
         self._kept: list[torch.Tensor] | None = prepared(lowered, gradients)
@@ -101,7 +101,7 @@ class Tangents:
         self._owned = owns_tangents(lowered.program.graph)
 
     def handed(self) -> list[torch.Tensor]:
-        """All of them, to the program."""
+        """Return all gradients, for the program."""
         assert self._kept is not None
         found = self._kept
         if self._owned:
@@ -109,7 +109,8 @@ class Tangents:
         return found
 
     def keep(self) -> bool:
-        """Keep them for the program to begin again, if it has let go of none of them, and written over none."""
+        """Keep the gradients so that the program can start over. Returns ``False`` if the program has freed or
+        overwritten one."""
         found = [one for known, version in self._known if (one := known()) is not None and one._version == version]
         if len(found) < len(self._known):
             return False
@@ -118,20 +119,20 @@ class Tangents:
 
 
 def is_held(gradient: torch.Tensor | None) -> bool:
-    """Whether others hold a gradient's memory than the caller, who has the only tensor that it knows of, where it is any to
-    speak of."""
+    """Whether other code holds the memory of a gradient, so that it would not be freed with the caller's tensor. Small
+    memory never counts."""
     if gradient is None:
         return False
     if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
         return True
-    if gradient.untyped_storage().nbytes() <= _NUMBER_BYTES:  # of a number that was expanded
+    if gradient.untyped_storage().nbytes() <= _NUMBER_BYTES:  # an expanded number
         return False
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _OWN_USES
 
 
 def is_held_by_lists(tensors: Sequence[torch.Tensor], place: int, times: int) -> bool:
-    """Whether lists such as ``tensors``, in which it stands so many ``times``, are all that holds the memory of the tensor at a
-    ``place``: no variable, no other tensor and no node of the autograd graph does."""
+    """Whether only lists such as ``tensors`` hold the memory of the tensor at ``place``, which occurs ``times`` times
+    in them: no variable, other tensor or autograd node does."""
     if type(tensors[place]) is not torch.Tensor or tensors[place].layout is not torch.strided:
         return False
     in_one_list, python, storage = _uses([torch.empty(0)], 0)
@@ -139,13 +140,14 @@ def is_held_by_lists(tensors: Sequence[torch.Tensor], place: int, times: int) ->
 
 
 def _uses(tensors: Sequence[torch.Tensor], place: int) -> tuple[int, int, int]:
-    """How many hold a tensor in C++ and in Python, and its memory, with what asks."""
+    """Reference counts of a tensor in C++ and Python, and of its storage, including the query itself."""
     storage = torch._C._storage_Use_Count(tensors[place].untyped_storage()._cdata)
     return tensors[place]._use_count(), sys.getrefcount(tensors[place]), storage  # type: ignore[attr-defined]
 
 
 def check_arriving(gradients: Sequence[torch.Tensor | None]) -> None:
-    """A node's backward cannot be differentiated, nor take several gradients at once: it says so where that is asked for."""
+    """Raise ``ExecutionError`` if the backward pass is differentiated or has batched gradients, which a node cannot
+    handle."""
     if torch.is_grad_enabled():  # create_graph=True
         raise ExecutionError(
             "a backward pass through a planned model cannot be differentiated again (create_graph=True: gradient penalties "

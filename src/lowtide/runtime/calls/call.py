@@ -1,4 +1,4 @@
-"""One call of a planned model: its generator, and how its backward program comes to the gradients of each node."""
+"""One call of a planned model: its generator, and how its backward program computes the gradients of each node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lowtide.runtime.calls.unmodified import AsLeft, modified, note_unseen
 from lowtide.runtime.programs.rescue import Rescue
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 
-# Given besides: whether gradients are kept, whether others hold those that arrived, and the flat inputs.
+# Further arguments: whether gradients are kept, whether other code holds those that arrived, and the flat inputs.
 ForMask = Callable[[GradientMask, bool, bool, Sequence[torch.Tensor]], Lowered]
 Copied = tuple[Sequence[int], Callable[[Mapping[int, torch.Tensor]], bool] | None]
 
@@ -32,19 +32,21 @@ Copied = tuple[Sequence[int], Callable[[Mapping[int, torch.Tensor]], bool] | Non
 class ModelCall:
     """The state of one forward pass until its backward pass is done.
 
-    ``for_mask`` gives the same program for gradients of other outputs, or in another layout, or one that keeps all of them for
-    the step of ``optimizer``. ``inputs``: the flat inputs.
-    ``nodes[i]``: what the i-th node of the chain returns, as pairs of a flat input and the number of a term of its gradient
-    (see ``Lowered.terms``); ``gradients``: those that are ready. ``on_backward`` and ``on_end`` are called when a backward pass
-    comes to it and when it leaves it.
-    ``rescue`` lowers the plan where memory runs out. ``ends[i]`` of the program's groups of gradients must have run for the
-    i-th node, and ``ran`` have. ``arrived``: the gradients of the outputs, for a program that begins again; ``begin`` hands
-    them to it. ``running`` is the program of the backward pass, ``restart`` one that it is to begin again by, from the forward
-    pass on. ``next_node`` is the one that a backward pass comes to next. ``copied``: see ``programs.changing``; ``late``:
-    see ``calls.step``. ``superseded``: whether its gradients are to leave in terms, see ``calls.waiting``.
+    - ``for_mask`` gives a program for the same call if gradients arrive for other outputs, arrive in another layout, or
+      all have to be kept for ``optimizer.step()``.
+    - ``nodes[i]``: what the i-th node of the chain returns, as pairs of a flat input and the number of a term of its
+      gradient (see ``Lowered.terms``). ``gradients``: those that are ready. ``next_node``: the node that a backward
+      pass reaches next.
+    - ``on_backward`` and ``on_end`` are called when a backward pass reaches the call and when it leaves it.
+    - ``rescue`` lowers the plan when memory runs out. ``running``: the program of the backward pass; ``restart``: the
+      one to start over with, forward pass included.
+    - ``ends[i]``: how many gradient groups must have run for node ``i``; ``ran``: how many have run.
+    - ``arrived``: the gradients of the outputs, kept for a restart. ``begin`` hands them to the program.
+    - ``copied``: see ``programs.changing``; ``late``: see ``calls.step``. ``superseded``: the gradients have to leave
+      as terms, see ``calls.waiting``.
     """
 
-    begun: ClassVar[int] = 0  # calls whose backward pass may come, in this process
+    begun: ClassVar[int] = 0  # number of forward passes that ran in this process
 
     lowered: Lowered
     for_mask: ForMask
@@ -53,7 +55,7 @@ class ModelCall:
     device_type: str
     tangents: list[torch.Tensor] = field(default_factory=list)
     gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    as_left: AsLeft | None = None  # by the forward pass
+    as_left: AsLeft | None = None  # state of the tensors after the forward pass
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rng_state: generators.SavedState | None = None
     generator: Step | None = None
@@ -65,7 +67,7 @@ class ModelCall:
     rescue: Rescue | None = None
     rescues: int = 0
     superseded: bool = False
-    written: list[int] = field(default_factory=list)  # ops that have begun to update what the forward pass writes into
+    written: list[int] = field(default_factory=list)  # ops that have begun a write of the forward pass
     arrived: Tangents | None = None
     begin: Callable[[], None] | None = None
     running: Lowered | None = None
@@ -77,7 +79,7 @@ class ModelCall:
     on_end: Callable[[], None] | None = None
 
     def specs(self, node: int) -> tuple[Any, ...]:
-        """How the gradients lie that the node returns, ``None`` of plain ones; nothing where all are."""
+        """The layouts of the gradients that the node returns, ``None`` for plain tensors; empty if all are plain."""
         if not has_forms():
             return ()
         placed = dict(self.lowered.program.placed)
@@ -85,7 +87,7 @@ class ModelCall:
         return found if any(found) else ()
 
     def forward(self) -> list[torch.Tensor]:
-        """Run the forward program; returns the forward outputs."""
+        """Run the forward program and return the forward outputs."""
         lowered, kept = self.lowered, self.lowered.program.kept
         if lowered.addresses is not None:
             lowered.addresses.reserve()
@@ -96,7 +98,7 @@ class ModelCall:
         self.generator = lowered.step(self._given(lowered), self.tangents, self.written)
         handed = resumed(self.generator)
         outputs = list(handed)
-        handed.clear()  # the generator must not keep what autograd is about to mark: the cycle would never be freed
+        handed.clear()  # autograd marks these next: kept here they would form a cycle that is never freed
         own = len(outputs) - len(kept)
         self.kept = dict(zip(kept, outputs[own:], strict=True))
         self.as_left = AsLeft(lowered, self.inputs, outputs)
@@ -104,21 +106,22 @@ class ModelCall:
         return outputs[:own]
 
     def _given(self, lowered: Lowered) -> list[torch.Tensor]:
-        """The inputs with the values that they had when the forward pass began, or which it left to what it updates at once."""
+        """The inputs with their values from before the forward pass, except those that the program updates at once."""
         known = {**self.copies, **{i: tensor for i, tensor in self.kept.items() if i not in lowered.at_once}}
         return [known.get(i, tensor) for i, tensor in enumerate(self.inputs)]
 
     def supersede(self) -> None:
-        """Its gradients are to leave in terms: copy what another call is about to update, and this one is to read again."""
+        """The gradients have to leave as terms: copy the inputs that another call is about to update and this call
+        reads again."""
         self.superseded = True
         updated = [i for i in self.lowered.at_once if i not in self.copies]
         changed = self._changed(updated, updated)
         self.copies.update((i, layouts.copied(self.inputs[i])) for i in updated if i not in changed)
 
     def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of the forward outputs have arrived at ``node``: start the backward program, in its first state.
+        """The gradients of the forward outputs have arrived at ``node``: prepare the backward program.
 
-        A backward pass to some of the inputs alone runs some of the gradient groups; whatever comes after it starts over.
+        A backward pass for only some inputs runs only some gradient groups. Any later backward pass starts over.
         """
         if self.on_backward is not None:
             self.on_backward()
@@ -136,7 +139,7 @@ class ModelCall:
         updates = self.optimizer is not None and self.optimizer.begin(self, node, updated)
         keeps = bool(updated) and not updates
         whole = lowered.reads, lowered.reads
-        self.superseded = self.superseded and not self._changed(*whole)  # which it could not run again with
+        self.superseded = self.superseded and not self._changed(*whole)  # changed inputs cannot be read again
         again = self.generator is None or self.received or keeps or self.superseded or not expected(lowered, gradients)
         constants = [value for value, later in lowered.reads_constants if later or again]
         self._check_unmodified(*(whole if again else (lowered.reads_after, lowered.reads_again)), constants)
@@ -146,7 +149,7 @@ class ModelCall:
         self.begin = functools.partial(self._begin, given, again, keeps)
 
     def _begin(self, gradients: list[torch.Tensor | None], again: bool, keeps: bool) -> None:
-        """Hand the gradients to the program, now that the engine has let go of them."""
+        """Hand the gradients to the program; by now the engine has released them."""
         held = owns_tangents(self.lowered.program.graph) and any(map(is_held, gradients))
         if again or held:
             self._run_again(gradients, keeps, held)
@@ -158,7 +161,7 @@ class ModelCall:
         self._run_by(self.lowered)
 
     def stage(self, node: int) -> tuple[torch.Tensor | None, ...]:
-        """Run the next segment; the gradients of ``nodes[node]``, ``None`` for inputs that have none."""
+        """Run the next segment and return the gradients of ``nodes[node]``, ``None`` for inputs without one."""
         if node != self.next_node:
             raise ExecutionError(
                 "a backward pass begins in the middle of a planned model, whose program runs from its outputs on. Schedules of "
@@ -181,8 +184,8 @@ class ModelCall:
                 self.optimizer.finished(self)
             if self.rescue is not None:
                 self.rescue.ended(self)
-            if not torch._C._autograd._get_current_graph_task_keep_graph():  # as by retain_graph=True
-                self.inputs.clear()  # the graph lives as long as the loss; an earlier part's output need not
+            if not torch._C._autograd._get_current_graph_task_keep_graph():  # keep_graph: retain_graph=True
+                self.inputs.clear()  # the graph lives as long as the loss: free an earlier part's output
                 self.kept.clear()
                 self.copies.clear()
             if self.on_end is not None:
@@ -190,8 +193,8 @@ class ModelCall:
         return result
 
     def _advance_to(self, node: int) -> None:
-        """Run the backward program until the gradients of the node have left it: where memory runs out, again from its start by
-        a lower plan, of which those that left before wait for nobody."""
+        """Run the backward program until the node's gradients are ready. When memory runs out, start over with a lower
+        plan; gradients that earlier nodes returned are then computed again but not returned again."""
         while True:
             try:
                 if self.restart is not None:
@@ -215,24 +218,25 @@ class ModelCall:
                 self._take(self.restart)
 
     def _begin_again(self, lowered: Lowered) -> None:
-        """Come to where the gradients arrived, by another plan for the same program or by one for other gradients."""
+        """Start over with another plan for the program, or a program for other gradients, up to the backward pass."""
         self.restart, self.running = None, lowered
         self.generator = self._begun(lowered)
         self._run_by(lowered)
 
     def _run_by(self, lowered: Lowered) -> None:
-        """The backward pass is at the start of this program."""
+        """Set ``lowered`` as the program of the backward pass, at its start."""
         self.running = lowered
         self.ends, self.ran = ends_of(lowered, self.nodes), 0
 
     def _take(self, lowered: Lowered) -> None:
-        """Run by another plan, in whose arena, if there is one, the memory of the former goes."""
+        """Use another plan. Its arena, if it has one, replaces the memory of the former one."""
         self.lowered = lowered
         if lowered.addresses is not None:
             lowered.addresses.reserve()
 
     def _begun(self, lowered: Lowered) -> Step:
-        """A backward program, after a forward pass that draws as the first one did and writes nothing back."""
+        """Run the forward pass again with the same random numbers and no writes. Returns its generator, ready for the
+        backward pass."""
         tangents: list[torch.Tensor] = []
         generator = lowered.step(self._given(lowered), tangents, None)
         with generators.replayed(self.rng_state):
@@ -242,8 +246,7 @@ class ModelCall:
         return generator
 
     def _rescued(self, error: Exception, lowered: Lowered, left: Sequence[Node]) -> Lowered | None:
-        """What a backward pass that failed is to run by from its start; ``None`` where that cannot be. ``left``: what the nodes
-        before have handed out."""
+        """The program to start a failed backward pass over with, or ``None``. ``left``: nodes already returned."""
         if self.rescue is None:
             return None
         changed = self._changed(lowered.reads, lowered.reads)
@@ -255,29 +258,29 @@ class ModelCall:
         return self.rescue.again(self, lowered, error, reason, [term for each in left for term in each])
 
     def failed(self, error: BaseException) -> None:
-        """An error in the backward pass ends it, and says what had been updated before."""
+        """End the call after an error in the backward pass; the optimizer adds to the error what was updated before."""
         if self.received:
-            self.generator = None  # it has ended
+            self.generator = None  # an error ends a generator
         if self.optimizer is not None:
             self.optimizer.failed(error)
 
     def let_go(self) -> None:
-        """Drop what a pass that failed holds."""
+        """Free what a failed pass holds."""
         self.generator = None
         self.tangents.clear()
         self.gradients.clear()
 
     def _advance(self, lowered: Lowered, generator: Step, group: GradientGroup) -> None:
-        """Run the backward program until the gradients of the group have left it."""
+        """Run the backward program until it yields the gradients of the group."""
         values = resumed(generator)
         for index in reversed(group.gradients):
             self.gradients[lowered.terms[index]] = values.pop()
 
     def _run_again(self, gradients: list[torch.Tensor | None], keeps: bool, held: bool) -> None:
-        """Other gradients than expected, or a second backward pass: run the forward pass again.
+        """Gradients arrived otherwise than planned, or for a second time: have the forward pass run again.
 
-        It runs under its own generator state and writes nothing back, so its effects stay as they were. The backward pass then
-        goes as far as it is asked to, as any does.
+        It runs with the random numbers of the first run and writes nothing to the inputs. The backward pass then runs
+        as far as it is asked to.
         """
         self.generator = None
         program = self.lowered.program
@@ -297,13 +300,13 @@ class ModelCall:
         torch.autograd.Variable._execution_engine.queue_callback(self._left)
 
     def _left(self) -> None:
-        """A backward pass that ran it again is over, if only a part of it was asked for: the next one starts over."""
+        """End of a backward pass that ran again but was asked for only some gradients. The next one starts over."""
         if self.arrived is not None:
             self.let_go()
             self.arrived = self.restart = None
 
     def _check_updates(self, lowered: Lowered) -> None:
-        """Another program for this call may read inputs that this one updates as they are by now, or as they were before."""
+        """Raise ``ExecutionError`` if the other program reads inputs that this call updated, or lost old values."""
         if changed := self._changed(lowered.at_once, lowered.at_once):
             raise modified(self._names(changed), False)
         if gone := [i for i in lowered.program.kept_for_backward if i not in self.kept]:
@@ -314,7 +317,7 @@ class ModelCall:
             )
 
     def _changed(self, read: Sequence[int], again: Sequence[int]) -> list[int]:
-        """See ``AsLeft``; of what the call has copies of, nothing is."""
+        """As ``AsLeft.changed``, without the inputs that the call has copies of."""
         assert self.as_left is not None
         return [i for i in self.as_left.changed(self.inputs, read, again) if i not in self.copies]
 
@@ -334,12 +337,12 @@ class ModelCall:
 
 
 def call_of(outputs: Sequence[torch.Tensor]) -> ModelCall | None:
-    """The one that returned these; ``None`` where none of them has a gradient."""
+    """The planned call that returned these outputs, ``None`` if none of them has a gradient."""
     return next((call for call in map(maker_of, outputs) if isinstance(call, ModelCall)), None)
 
 
 def maker_of(tensor: torch.Tensor) -> Any:
-    """The call that returned it, if one did: views are aliases of what its node returned."""
+    """The call that returned this tensor, or ``None``. A view is an alias of what the call's node returned."""
     node = tensor.grad_fn
     if node is not None and node.name() == "AliasBackward0":
         node = node.next_functions[0][0]

@@ -1,4 +1,4 @@
-"""What the nodes of autograd that drive a planned call return, and after which gradients."""
+"""What the autograd nodes of a planned call return, and after which gradient groups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lowtide.lower import Lowered
 
 # What a node returns: flat inputs, each with the number of a term of its gradient.
 Node = tuple[tuple[int, int], ...]
-_SPARE_TERMS = 6  # of a gradient, where a program for other gradients has more of them than the one that ran forward
+_SPARE_TERMS = 6  # extra terms per gradient, in case a program for other gradients has more
 
 
 def nodes_of(lowered: Lowered, linked: tuple[bool, ...], terms_from: int | None, in_order: bool) -> tuple[Node, ...]:
-    """What each node returns: the terms of its group or, ``in_order``, one after the other, as in eager; and whatever else may
-    come for inputs that are ``linked``, since they require a gradient, with their last term or at the end. Gradients leave as
-    terms of their sums from the flat input ``terms_from`` on."""
+    """What each node returns. A node returns the terms of its gradient group, or with ``in_order`` one term, in eager's
+    order. Inputs that are ``linked`` (require a gradient) also get places for further terms, with their last term or at
+    the end. From the flat input ``terms_from`` on, gradients leave as terms of their sums."""
     asked = linked, terms_from, in_order
     if asked not in lowered.chains:
         lowered.chains[asked] = _nodes(lowered, *asked)
@@ -42,10 +42,10 @@ def _nodes(lowered: Lowered, linked: Sequence[bool], terms_from: int | None, in_
 
 
 def ends_of(lowered: Lowered, nodes: tuple[Node, ...]) -> Sequence[int]:
-    """How many groups of gradients must have run for each node."""
+    """How many gradient groups must have run before each node returns."""
     if nodes not in lowered.chains:
         last = _last(nodes)
-        made: Counter[tuple[int, int]] = Counter()  # how many groups, for a term and what is added to it
+        made: Counter[tuple[int, int]] = Counter()  # groups needed for a term and what is added to it
         for place, group in enumerate(lowered.gradient_groups, 1):
             for position, number in (lowered.terms[index] for index in group.gradients):
                 made[position, min(number, last.get(position, number))] = place
@@ -56,8 +56,8 @@ def ends_of(lowered: Lowered, nodes: tuple[Node, ...]) -> Sequence[int]:
 
 
 def add_left_terms(gradients: MutableMapping[tuple[int, int], torch.Tensor], nodes: Sequence[Node], node: int) -> None:
-    """Of a program for other gradients, add terms for which no node has a place to the last place that there is, if that is one
-    of this node's."""
+    """Add terms that no node has a place for (in a program for other gradients) to the last place for this input, if it
+    is one of this node's."""
     last, own = _last(nodes), set(nodes[node])
     for position, number in sorted(gradients):
         place = position, last.get(position, number)
@@ -67,5 +67,5 @@ def add_left_terms(gradients: MutableMapping[tuple[int, int], torch.Tensor], nod
 
 
 def _last(nodes: Sequence[Node]) -> dict[int, int]:
-    """The last number of a term that has a place, by position."""
+    """The last term number that has a place, by flat input."""
     return dict(sorted(term for each in nodes for term in each))

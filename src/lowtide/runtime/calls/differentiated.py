@@ -1,9 +1,10 @@
-"""Calls whose backward passes are differentiated again (``create_graph=True``): gradient penalties, residuals of differential
-equations, products with a Hessian, learning to learn.
+"""Calls whose backward passes are differentiated again (``create_graph=True``): gradient penalties, residuals of
+differential equations, Hessian products, meta-learning.
 
-The gradients of a planned program have no history, so such calls run by the model's own code. A call does not say beforehand
-what will become of it, but the code around it does: where code on the stack, or what that calls, names ``create_graph``, calls
-of a kind that is new run like this once, and their backward pass tells.
+The gradients of a planned program have no autograd history, so such calls run by the model's own code. A call alone
+does not show what will be done with it, but the code around it does. If code on the stack, or functions it calls,
+contain the name ``create_graph``, each new kind of call runs by its own code first, and its backward pass shows whether
+it was one of these.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 _LOG = logging.getLogger(__name__)
 _NAME = "create_graph"
 _DEFINED = (types.FunctionType, classmethod, staticmethod, property)
-_DEEP = 3  # calls
-_UNHEARD = 3  # calls of a kind, through which no backward pass came: there will be none
+_DEEP = 3  # how far to follow calls from function to function
+_UNHEARD = 3  # calls of a kind without a backward pass, after which none is expected
 WHY = f"backward passes through it are differentiated again ({_NAME}=True), which those of a planned program cannot be"
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class OwnCall:
-    """A call with these parameters and buffers that runs by the model's own code, and waits for its backward pass as planned
-    ones do: as long as it has a ``generator``."""
+    """A call that runs by the model's own code and waits for its backward pass as planned calls do, while it has a
+    ``generator``. ``inputs``: its parameters and buffers."""
 
     inputs: list[torch.Tensor]
     optimizer: UpdatingOptimizer | None
@@ -56,22 +57,22 @@ class OwnCall:
 
 
 class DifferentiatedAgain:
-    """Which calls of a model are. ``any``: whether some are known to be. ``told``: called when a backward pass that is
-    differentiated in turn comes to one."""
+    """Finds the calls of a model whose backward passes are differentiated again. ``any``: whether one was found.
+    ``told``: called when such a backward pass reaches a call."""
 
     def __init__(self, name: str, told: Callable[[], None] | None = None) -> None:
         self.any, self._told = False, told
         self._name = name
-        self._watches: bool | None = None  # None: the code around the first call has not been asked
+        self._watches: bool | None = None  # None: code around the first call not yet inspected
         self._kinds: dict[Any, bool] = {}
         self._run = set[Any]()  # kinds of calls
-        self._unheard: Counter[Any] = Counter()  # kinds of those that no backward pass came to
+        self._unheard: Counter[Any] = Counter()  # calls without a backward pass, by kind
 
     def kind_of(
         self, inputs: Sequence[torch.Tensor], caller: types.FrameType | None, within: types.CodeType | None = None
     ) -> Any:
-        """The kind of a call on these flat inputs, which the code in ``caller`` makes, where it is one of them, or may be; else
-        ``None``. Of who calls ``within`` nothing is asked."""
+        """The kind of a call with these flat inputs from code in frame ``caller``, if it is, or may be, differentiated
+        again; else ``None``. Frames from the caller of ``within`` on are ignored."""
         if self._watches is None:
             self._watches = is_named(caller, within)
         if not self._watches:
@@ -80,12 +81,12 @@ class DifferentiatedAgain:
         return kind if self._kinds.get(kind, True) else None
 
     def is_new(self, kind: Any) -> bool:
-        """Whether no call of the kind has run like this."""
+        """Whether no call of the kind has run this way."""
         return kind not in self._run
 
     def run(self, kind: Any, forward: Callable[..., Any], args: Any, kwargs: Any, call: OwnCall | None = None) -> Any:
-        """``forward(*args, **kwargs)``, of this kind; listens to the backward passes through what it returns. ``call`` lasts as
-        long as one may come, and updates nothing from when one is differentiated in turn."""
+        """Call ``forward(*args, **kwargs)`` and listen to backward passes through its results. ``call`` exists while
+        one may come; once a backward pass is differentiated again, its optimizer stops updating in backward passes."""
         self._run.add(kind)
         if call is not None:
             call.begin()
@@ -96,18 +97,18 @@ class DifferentiatedAgain:
             node.register_prehook(heard)  # type: ignore[union-attr]
         if not nodes:  # no backward pass comes to it
             self._kinds.setdefault(kind, False)
-        if not any(tensor.requires_grad for tensor in structure.flatten((args, kwargs))[0]):  # as what penalties are of
+        if not any(tensor.requires_grad for tensor in structure.flatten((args, kwargs))[0]):  # gradient penalties
             weakref.finalize(heard, self._gone, kind).atexit = False  # its nodes hold it
         return result
 
     def _gone(self, kind: Any) -> None:
-        """Of a call of this kind nothing is left that a backward pass could come through."""
+        """The autograd graph of a call of this kind was freed without a backward pass."""
         self._unheard[kind] += kind not in self._kinds
         if self._unheard[kind] >= _UNHEARD:
             self._kinds.setdefault(kind, False)
 
     def _heard(self, kind: Any, call: OwnCall | None, gradients: Any) -> None:
-        """A backward pass has come to a call of this kind."""
+        """A backward pass has reached a call of this kind."""
         if not torch.is_grad_enabled():
             self._kinds.setdefault(kind, False)
             if call is not None:
@@ -127,8 +128,9 @@ class DifferentiatedAgain:
 
 
 def is_named(caller: types.FrameType | None, within: types.CodeType | None = None) -> bool:
-    """Whether code on the stack from here on, code in the modules that it belongs to, or what that calls, says
-    ``create_graph``. What calls a part ``within`` a model are modules, and so may be what comes after it."""
+    """Whether ``create_graph`` occurs in code on the stack from ``caller`` on, in the modules of that code, or in
+    functions called from there. With ``within`` (calls of a part in a model), the classes of modules on the stack are
+    searched too."""
     modules: dict[int, dict[str, Any]] = {}
     classes = set[type]()
     for frame, root in _stack(caller, within):
@@ -154,13 +156,13 @@ def _is_called(value: Any) -> bool:
 
 
 def _place(caller: types.FrameType | None, within: types.CodeType | None) -> tuple[types.CodeType, int] | None:
-    """Where the user's code makes the call: losses and penalties call a model in the same way."""
+    """The place in the user's code that makes the call: it tells apart calls for losses and calls for penalties."""
     own = (frame for frame, root in _stack(caller, within) if root not in ("torch", "lowtide"))
     return next(((frame.f_code, frame.f_lasti) for frame in own), None)
 
 
 def _stack(frame: types.FrameType | None, within: types.CodeType | None) -> Iterator[tuple[types.FrameType, str]]:
-    """From here on, each frame and the package that its code is in."""
+    """The frames from ``frame`` on up to ``within``, each with the top-level package of its code."""
     while frame is not None and frame.f_code is not within:
         yield frame, str(frame.f_globals.get("__name__")).partition(".")[0]
         frame = frame.f_back
@@ -168,13 +170,13 @@ def _stack(frame: types.FrameType | None, within: types.CodeType | None) -> Iter
 
 @functools.lru_cache(maxsize=1 << 14)
 def _says(code: types.CodeType) -> bool:
-    """Names of keyword arguments lie in a tuple among the constants."""
+    """Whether code contains the name. Names of keyword arguments are in a tuple among the constants."""
     constants = (constant for part in codes(code) for constant in part.co_consts)
     return any(constant == _NAME or (isinstance(constant, tuple) and _NAME in constant) for constant in constants)
 
 
 def _functions(module: Mapping[str, Any]) -> Iterator[types.FunctionType]:
-    """Those that a module defines, in classes as well."""
+    """The functions that a module defines, including those in its classes."""
     name = module.get("__name__")
     for value in list(module.values()):
         own_class = isinstance(value, type) and value.__module__ == name

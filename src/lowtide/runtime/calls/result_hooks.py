@@ -1,4 +1,5 @@
-"""Hooks on results: one that tells of a backward pass, and refusing those on a gradient that is never there as a whole."""
+"""Hooks on results: ``tell`` reports a backward pass; ``refuse_hooks`` refuses hooks on a gradient that never exists as
+a whole."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from lowtide.errors import ExecutionError
 from lowtide.objects import structure
 from lowtide.objects.walk import variables
 
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # with the inputs whose gradients are asked for
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # its arguments include the inputs to differentiate for
 
 
 def tell(result: Any, reached: Callable[[torch.Tensor], None]) -> None:
-    """Have ``reached`` called where a backward pass comes to any of the tensors of ``result``, which keep it alive: before all
-    other hooks on it, which may call submodules themselves (gradients that are cached)."""
+    """Call ``reached`` when a backward pass reaches any tensor of ``result``; these tensors keep it alive. It runs
+    before all other hooks on them, since those may call submodules themselves (cached gradients)."""
     for tensor in structure.flatten(result)[0]:
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             hooks: Any = tensor._backward_hooks or {}
@@ -32,7 +33,8 @@ def tell(result: Any, reached: Callable[[torch.Tensor], None]) -> None:
 
 
 def refuse_hooks(tensor: torch.Tensor) -> None:
-    """The gradient of a result that others are computed from is summed inside the program, where no hook sees it."""
+    """Raise ``ExecutionError`` in the backward pass if the gradient of this result is observed. Other results are
+    computed from it, so its gradient is summed inside the program, where no hook sees it."""
     reference = weakref.ref(tensor)
 
     def check(_: torch.Tensor | None) -> None:
@@ -51,8 +53,8 @@ def refuse_hooks(tensor: torch.Tensor) -> None:
 
 
 def _is_asked_for(result: torch.Tensor) -> bool:
-    """Whether a backward pass that runs now is for the gradient of this very tensor (``torch.autograd.grad``). The engine does
-    not say so; the call that started it, perhaps in another thread, does."""
+    """Whether a running backward pass is for the gradient of this very tensor (``torch.autograd.grad``). The engine
+    does not tell, but the frame of the call that started it, perhaps in another thread, does."""
     for frame in sys._current_frames().values():
         caller: FrameType | None = frame
         while caller is not None:

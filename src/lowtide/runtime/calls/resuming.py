@@ -9,10 +9,10 @@ from lowtide.memory.arena import AddressTable
 
 
 def resumed(generator: Step) -> list[torch.Tensor]:
-    """What the step yields next; what is allocated afterwards is not its own.
+    """Resume the generator and return what it yields; memory allocated afterwards is not the step's.
 
-    Operators run as inside eager's forward pass: nothing is recorded, but kernels that ask find gradients enabled. The engine's
-    own thread state is restored afterwards.
+    Operators run as in eager's forward pass: autograd records nothing, but kernels see that gradients are enabled. The
+    thread state of the autograd engine is restored afterwards.
     """
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         try:

@@ -1,10 +1,10 @@
 """The chain of autograd nodes that drives a call of a planned model.
 
-The chain mirrors the backward program. Seen from the result, the first node receives the gradients of the outputs; each
-further node runs the next segment of the backward program and returns the gradients that became final in it. The nodes
-are linked by empty tensors, so the engine runs them one after the other and accumulates each group of gradients in
-between, as it does in eager. These are on the device of the program: the engine runs a node in the thread of its device, where
-it accumulates gradients, and on the stream of its forward pass.
+The chain mirrors the backward program. Counted from the result, the first node receives the gradients of the outputs.
+Each further node runs the next segment of the backward program and returns the gradients that became final in it. Empty
+tensors link the nodes, so the engine runs them one after the other and accumulates each group of gradients in between,
+as in eager. These tensors are on the program's device: the engine runs a node in the thread of its device, where it
+accumulates gradients, and on the stream of its forward pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 
 
 class OutputNode(torch.autograd.Function):
-    """Runs the forward program; its backward takes the gradients of the outputs and leaves the work to the gradient groups."""
+    """Runs the forward program. Its backward stores the gradients of the outputs; the stage nodes do the work."""
 
     @staticmethod
     def forward(ctx: Any, call: ModelCall, fixed: tuple[int, ...], token: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -50,7 +50,7 @@ class OutputNode(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         check_arriving(gradients)
         refuse_casts(ctx.call.lowered.program, ctx.call.device_type)
-        _ = ctx.saved_tensors  # the engine's own error on a second backward pass without retain_graph=True
+        _ = ctx.saved_tensors  # raises the engine's error on a second backward pass without retain_graph=True
         try:
             ctx.call.receive(ctx, gradients)
         except BaseException as error:
@@ -86,7 +86,7 @@ class StageNode(torch.autograd.Function):
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """The captured operators have the types that autocast chose already: they must not be cast again."""
+    """A context without autocast: captured operators already have the types that autocast chose."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
@@ -103,11 +103,16 @@ def run(
     late: Callable[[], str] | None = None,
     catches: Callable[[], bool] | None = None,
 ) -> list[torch.Tensor]:
-    """Forward outputs of the program on the flat ``inputs``, linked to them in the autograd graph. ``terms_from``: the flat
-    input from which on gradients leave as the terms of their sums. ``rescue`` lowers the plan where memory runs out.
-    ``copied``: which inputs are copied, and whom to tell which of them have been written into before the backward pass.
-    ``late`` says what code would find changed that eager runs in the backward pass. ``catches``: whether the model's own code
-    may go on where an operator fails: that is a ``FailedOperatorError`` then, and all is as it was."""
+    """Run the program on the flat ``inputs`` and return its forward outputs, linked to the inputs in the autograd
+    graph.
+
+    - ``terms_from``: the first flat input whose gradient leaves as terms of its sum.
+    - ``rescue`` lowers the plan if memory runs out.
+    - ``copied``: inputs to copy, and a function to call with those that were written to before the backward pass.
+    - ``late`` returns what has changed that eager's code would read in the backward pass.
+    - ``catches``: whether the model's own code may catch the error of an operator. If so, such an error becomes a
+      ``FailedOperatorError``, and all state is as before the call.
+    """
     rescues = 0
     while True:
         in_order = optimizer is None and sum(tensor.requires_grad and has_hooks(tensor) for tensor in inputs) > 1
@@ -135,7 +140,7 @@ def run(
 
 
 def _linked(call: ModelCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The forward outputs of ``call``, and its nodes in the graph of autograd."""
+    """Run the forward pass of ``call``, with its nodes in the autograd graph, and return the outputs."""
     program, nodes = call.lowered.program, call.nodes
     if call.optimizer is not None:
         call.optimizer.called(call)
@@ -148,7 +153,7 @@ def _linked(call: ModelCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tenso
     outputs: list[torch.Tensor] = list(OutputNode.apply(call, fixed, token))  # type: ignore[no-untyped-call]
     for result in program.results:
         if result.returned is not None and result.view is not None:
-            # Views of a function's outputs may not be written into, nor may what they are views of, but for the first one's.
+            # Autograd forbids writes to views among a function's outputs, and to their bases except the first output.
             _set_creation_meta(outputs[result.returned], CreationMeta.DEFAULT)
             if result.requires_grad and result.returned > 0:
                 outputs[result.returned] = torch.ops.aten.alias.default(outputs[result.returned])

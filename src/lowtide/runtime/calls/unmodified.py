@@ -1,4 +1,4 @@
-"""Whether what a call reads again is as its forward pass left it."""
+"""Check that what a call reads again is as its forward pass left it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lowtide.errors import ExecutionError
 from lowtide.lower import Lowered
 from lowtide.program.distributed.local import address_of, addresses_of, version_of, versions_of
 
-_unseen = Counter[int | None]()  # by address, passes that write there without a new version
+_unseen = Counter[int | None]()  # number of passes that write to an address without a new version
 
 
 def note_unseen(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> None:
-    """A forward pass begins, on these flat inputs."""
+    """A forward pass on these flat inputs begins: count those that it writes to without a new version."""
     _unseen.update(address_of(inputs[i]) for i in lowered.unseen)
 
 
 class AsLeft:
-    """What a forward pass left: versions and addresses of its ``inputs``, of constants, and of the ``outputs`` that are read
-    again."""
+    """The state after a forward pass: versions and addresses of its ``inputs``, of constants, and of ``outputs`` that
+    are read again."""
 
     def __init__(self, lowered: Lowered, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]):
         self._unseen = {i: _unseen[address_of(inputs[i])] for i in lowered.unseen}
@@ -31,8 +31,8 @@ class AsLeft:
         self._outputs = [(outputs[i].detach(), outputs[i]._version) for i in lowered.reads_outputs]
 
     def changed(self, inputs: Sequence[torch.Tensor], read: Sequence[int], again: Sequence[int]) -> list[int]:
-        """Those of the flat ``inputs`` that are ``read`` and were written into since, and of those that are to be read
-        ``again`` and were given other memory: eager has views of the one that they had."""
+        """Those flat ``inputs`` that are ``read`` and were written to since, and those to be read ``again`` that got
+        other memory (eager has views of the old memory)."""
         found = {i for i in read if self.is_written(inputs, i)}
         found |= {i for i in again if address_of(inputs[i]) != self._addresses[i]}
         found |= {i for i, count in self._unseen.items() if i in read and _unseen[address_of(inputs[i])] != count}
@@ -49,8 +49,8 @@ class AsLeft:
 
 
 def modified(inputs: str, copied: bool) -> ExecutionError:
-    """That these inputs, or an output where none is named, are no longer what they were; of inputs that are ``copied`` from now
-    on the next calls read what they were."""
+    """The error that these inputs, or an output if none is named, were changed. ``copied``: later calls will read a
+    copy."""
     return ExecutionError(
         f"{inputs or 'an output of the model'} was modified in place, or given other data, between the forward and the "
         "backward pass, which needs the value it had. Do that after the backward pass, or modify a clone."
@@ -59,5 +59,5 @@ def modified(inputs: str, copied: bool) -> ExecutionError:
 
 
 def _state_of(constant: torch.Tensor) -> tuple[int | None, int | None]:
-    """Another one where it was written into, or given other memory."""
+    """A key that changes when the tensor is written to or gets other memory."""
     return version_of(constant), address_of(constant)

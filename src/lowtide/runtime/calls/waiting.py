@@ -1,8 +1,8 @@
-"""Calls of a model that wait for their backward pass at once.
+"""Calls of a model that wait for their backward pass at the same time.
 
-The autograd engine adds the gradients of a tensor that is used several times one after the other, in the order of the uses,
-whichever calls they lie in. The order decides the last bit, so where several calls wait for one backward pass together, each
-has to hand over the terms of its sums.
+If a tensor is used several times, the autograd engine adds its gradients one by one, in an order given by the uses,
+across calls. This order decides the last bit. So if several calls wait for one backward pass, each has to return its
+gradients as terms, not sums.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class WaitingCalls:
-    """Those of one model, whose budget is for ``in_flight`` of them. ``summed``: what waits together hands over sums after all,
-    since programs with their terms do not fit the budget."""
+    """The waiting calls of one model, whose budget is for ``in_flight`` of them. ``summed``: calls return sums after
+    all, because programs with terms do not fit the budget."""
 
     def __init__(self, name: str, in_flight: int) -> None:
         self.summed = False
@@ -29,7 +29,7 @@ class WaitingCalls:
         self._said = False
 
     def add(self, outputs: Sequence[torch.Tensor]) -> None:
-        """A call returned these forward outputs. Says once where more wait than were planned for."""
+        """A call returned these forward outputs. Warn once if more calls wait than were planned for."""
         call = call_of(outputs)
         if call is None:
             return
@@ -47,14 +47,15 @@ class WaitingCalls:
             )  # fmt: skip
 
     def supersede(self) -> bool:
-        """Another call begins: whether there are any with sums of gradients that wait, which are to run again in terms."""
+        """Another call begins: let waiting calls that return sums run again with terms. Returns whether there are
+        any."""
         found = [call for call in self._calls if call.generator is not None and call.lowered.program.sums]
         for call in found:
             call.supersede()
         return bool(found)
 
     def leave_summed(self, why: Exception) -> None:
-        """They run as they began after all."""
+        """Let waiting calls return sums after all, with a warning."""
         _LOG.warning(
             "calls of %s that wait together hand over sums of gradients, which may differ from eager's in their last bit: "
             "their terms do not fit the budget (%s)",

@@ -1,1 +1,1 @@
-"""Models that are no single program: submodules with plans of their own, which share a budget with what lies between them."""
+"""Models that are no single program: submodules have their own plans and share a budget with the code between them."""

@@ -1,7 +1,7 @@
-"""Submodules that the backward pass calls: those of reversible layers, say, which keep nothing and compute their inputs anew.
+"""Submodules that the backward pass calls, such as reversible layers, which save nothing and recompute their inputs.
 
-Functions with a backward pass of their own call modules in it, and differentiate what they return there and then. In the
-forward pass they call them where nothing is recorded.
+Custom autograd functions call modules in their backward pass, and differentiate the results right there. In the forward
+pass they call them with gradients disabled.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from lowtide.runtime.calls.result_hooks import tell
 from lowtide.runtime.parts.shared import SharedBudget
 
-_TRIED = 2  # steps, before it is known that the backward pass calls none
+_TRIED = 2  # steps after which backward passes without such calls are taken to have none
 
 
 class BackwardCalls:
-    """``installed`` is entered where a backward pass comes to what the model returned, if submodules were called with nothing
-    recorded (``hidden``), and left where it ends. ``found``: whether one has called any."""
+    """Enters ``installed`` when a backward pass reaches the model's results, and leaves it at the end of the pass, if
+    submodules were called with gradients disabled (``hidden``). ``found``: whether a backward pass called any."""
 
     def __init__(self, shared: SharedBudget, installed: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self.hidden = self.found = False
@@ -51,7 +51,7 @@ class BackwardCalls:
             torch.autograd.Variable._execution_engine.queue_callback(self.leave)
 
     def leave(self) -> None:
-        """The backward pass has ended, or failed before."""
+        """The backward pass has ended or failed."""
         if self._entered is not None:
             entered, self._entered = self._entered, None
             entered.__exit__(None, None, None)

@@ -1,5 +1,5 @@
-"""What the first calls of a model turn in its state: that it has been initialized by a batch, say. Those could not be captured,
-later ones may be."""
+"""Detect that the first calls of a model change its state once, as when its first batch initializes it. Those calls
+cannot be captured; later ones may be."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 from lowtide.capture.python_state.code.code_names import is_trusted
 
-_CALLS = 3  # in which a model may be initialized
+_CALLS = 3  # first calls that may initialize a model
 
 
 class Beginning:
-    """Of a model whose first call could not be captured."""
+    """Watches a model whose first call could not be captured."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -24,7 +24,7 @@ class Beginning:
         self._calls = 0
 
     def has_turned(self) -> bool:
-        """Whether calls before this one have turned any of its flags since they were last looked at."""
+        """Whether earlier calls have flipped any of its flags since the last look."""
         self._calls += 1
         model = self._model()
         if model is None or self._calls > _CALLS:
@@ -34,7 +34,8 @@ class Beginning:
 
 
 def _flags(model: nn.Module) -> Iterator[Any]:
-    """Whether what is asked with yes or no is so: names, whether there is something, and truth values of single elements."""
+    """The yes-or-no state of a model: truth values of attributes, which tensors exist, and truth values of buffers with
+    one element."""
     for module in model.modules():
         if is_trusted(type(module)):
             continue

@@ -1,8 +1,8 @@
 """Parameters that autocast casts once for several parts.
 
-Under autocast a parameter that is used twice is cast once, and what comes back for the cast is summed in the low precision.
-Within a part the plan does so too (``capture.trace.autocast``), but each part casts by itself. So where parts have a parameter
-in common, or a part runs several times, their own code runs, whose casts are autocast's.
+Under autocast, a parameter that is used twice is cast once, and the gradients of the cast are added in low precision. A
+plan does the same within a part (``capture.trace.autocast``), but each part makes its own cast. So if parts share a
+parameter, or a part runs several times, their own code runs, with autocast's casts.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _LOG = logging.getLogger(__name__)
 
 
 class KeptCasts:
-    """Those of the calls of one model."""
+    """Shared casts in the calls of one model."""
 
     def __init__(self) -> None:
-        self._registered: Counter[int] | None = None  # how often, by ids of parameters, once that matters
-        self._called = set[int]()  # parts, by the ids of their modules, since the call of the model began
-        self._repeated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that run several times in one
+        self._registered: Counter[int] | None = None  # number of occurrences by parameter id, if needed
+        self._called = set[int]()  # ids of part modules run in this call of the model
+        self._repeated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that run several times in a call
 
     def begin(self) -> None:
-        """A call of the model."""
+        """A call of the model begins."""
         self._registered = None
         self._called.clear()
 
     def refuse_shared(self, part: nn.Module, model: nn.Module, device: torch.device) -> None:
-        """Raises ``UnusualCallError`` where the part of the ``model`` would use casts that others use, too."""
+        """Raise ``UnusualCallError`` if ``part`` of ``model`` would use casts that other code uses too."""
         if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
             return
         if self._registered is None:
@@ -54,5 +54,5 @@ class KeptCasts:
 
 
 def _parameters(module: nn.Module) -> Iterator[int]:
-    """By their ids, once for each place that they have."""
+    """The ids of the parameters, once for each place where they occur."""
     return (id(one) for _, inner in named_modules(module) for one in inner._parameters.values() if one is not None)

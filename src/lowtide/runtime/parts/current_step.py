@@ -1,4 +1,4 @@
-"""The step under way: which programs have run in it, and what code between them holds, which is measured."""
+"""The current step: which programs ran in it, and how much memory code between them holds (measured)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from lowtide.sharing import Footprint, Member
 
 
 class CurrentStep:
-    """``ran`` are the forward passes of the current step, in order: a graph may run several times, by different plans, too.
-    What waits from earlier steps (a loss that is kept) is a part of every step. ``gaps``: what code between graphs held at
-    most; ``steps``: how many have begun; ``passes``: how many forward passes have run in all of them."""
+    """``ran``: the forward passes of the current step, in order; a graph may run several times, also by different
+    plans. A pass that waits from an earlier step (a loss that is kept) counts in every step. ``gaps``: the most bytes
+    that code between graphs held; ``steps``: number of steps begun; ``passes``: number of forward passes in all of
+    them."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -31,18 +32,19 @@ class CurrentStep:
         self.ran = Passes()
         self.gaps: list[Gap] = []
         self.between = HeldBetween()
-        self._known: dict[Entry, tuple[Member, Footprint]] = {}  # what each takes by its plan
-        self._ending = False  # told of the end of a backward pass
-        self._within = False  # in a call that says when it begins
-        self._nested = False  # in a backward pass that graphs run in
+        self._known: dict[Entry, tuple[Member, Footprint]] = {}  # memory of each entry by its plan
+        self._ending = False  # a callback for the end of the backward pass is queued
+        self._within = False  # inside ``call``
+        self._nested = False  # in a backward pass that runs graphs
         self.broken_off = False  # a call of the current step ended in an error or an interrupt
 
     def _step_ended(self) -> None:
-        """Another step is about to begin."""
+        """Hook: called before the next step begins."""
 
     @contextlib.contextmanager
     def call(self, device: torch.device) -> Iterator[None]:
-        """The call of a model, inside of which all graphs run: what is allocated before the first of them counts, too."""
+        """A context for the call of a model that contains all graphs. Memory allocated before the first graph counts
+        too."""
         self._begin(device)
         self._within = True
         try:
@@ -55,7 +57,7 @@ class CurrentStep:
             self.ran.stay()
 
     def begin_nested(self) -> None:
-        """In the backward pass, code between the graphs runs until ``end_nested`` that may call some of them."""
+        """Until ``end_nested``, code runs in the backward pass that may call graphs."""
         self._nested = True
 
     def end_nested(self) -> None:
@@ -63,10 +65,10 @@ class CurrentStep:
         self._end_gap()
 
     def _begin(self, device: torch.device) -> None:
-        """In a new step where most of what ran waits no more for its backward pass, or never will come to it."""
+        """Begin a new step if most passes have had their backward pass, or will have none."""
         self.between.device = device
         self._ending = False  # also after a backward pass that failed
-        self._end_gap(noted=False)  # whatever ran since: the optimizer, say
+        self._end_gap(noted=False)  # other code ran since: the optimizer, say
         pending = self.ran.pending()
         if self.broken_off or 2 * len(pending) <= len(self.ran):
             self._step_ended()
@@ -92,7 +94,7 @@ class CurrentStep:
         self.count()
 
     def count(self) -> None:
-        """Whatever is allocated now is held by code between the graphs."""
+        """Count what is allocated now as held by code between graphs."""
         if self._nested or not all(one.is_pending for one in self.ran):
             self.between.count_all(self._saved_bytes(self.ran.pending()))
         else:
@@ -121,7 +123,7 @@ class CurrentStep:
         self.between.watch()
 
     def _end_gap(self, noted: bool = True) -> None:
-        """Note what code between graphs held at most, beside what graphs wait with."""
+        """Note the most that code between graphs held, beside what waiting graphs hold."""
         peak_bytes = self.between.watched()
         if peak_bytes is not None and noted:
             waiting = tuple(self.ran.pending())
@@ -131,7 +133,7 @@ class CurrentStep:
         return sum(self.member(one)[1].saved_bytes for one in waiting)
 
     def in_backward(self) -> None:
-        """A backward pass is under way, at the end of which the last gap ends."""
+        """A backward pass is running; its end is the end of the last gap."""
         if not self._ending:
             self._ending = True
             if is_percentage(self.settings.given):
@@ -145,7 +147,7 @@ class CurrentStep:
             self.between.watch()
 
     def _measure_between(self, one: ForwardPass) -> None:
-        """Its backward pass is about to begin: what is held by nobody that the plans know of?"""
+        """The backward pass of ``one`` begins: measure memory that no plan knows of."""
         self._end_gap()
         self.in_backward()
         self.ran.begin_backward(one, early=self._within)
@@ -155,14 +157,14 @@ class CurrentStep:
         place = self.ran.index(one)
         (member, _), *later = map(self.member, self.ran[place:])
         expected = self.ran.left_bytes()[place] + member.arriving_bytes
-        if any(other.waiting is not None for other in self.ran[place:]):  # the order is another one
+        if any(other.waiting is not None for other in self.ran[place:]):  # passes do not end in reverse order
             now = self.between.beside(self._saved_bytes(self.ran.pending())) or 0
         else:
             now += sum(taken.saved_bytes for _, taken in later)
         one.backward_between_bytes = max(now - expected, one.backward_between_bytes or 0)
 
     def member(self, one: ForwardPass) -> tuple[Member, Footprint]:
-        """The program of a pass, and what it takes by its plan."""
+        """The program of a pass, and its memory by its plan."""
         entry = one.entry
         if entry not in self._known:
             member = Member(entry.program, entry.plan.costs)

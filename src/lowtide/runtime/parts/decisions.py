@@ -1,9 +1,9 @@
-"""What operators decide: numbers that Python reads from tensors, and discrete results of continuous values. Noted in one run of
-a module, and taken over in the next.
+"""Record the decisions of operators in one run of a module, and repeat them in the next. Decisions are numbers that
+Python reads from tensors, and discrete results of continuous values.
 
-Few operators decide, and a dispatch mode would send all of them through Python. So those few have kernels under a key of the
-dispatcher that PyTorch has a place for below autograd and nothing registered under (``Fake``): it is switched on inside of a
-run, and all other operators fall through it.
+Few operators decide, and a dispatch mode would send all operators through Python. So these few get kernels under a
+dispatch key (``Fake``) that lies below autograd and that PyTorch does not use. The key is enabled during a run; all
+other operators fall through it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowtide.dynamic.patches import UncompiledMode, uncompiled
 from lowtide.errors import ExecutionError
 
 _ATEN = torch.ops.aten
-DECIDING = {  # operators that make something discrete of continuous values, or a number of Python's of a tensor
+DECIDING = {  # operators with discrete results of continuous values, or that return a Python number
     _ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.nonzero.default, _ATEN.multinomial.default,
     _ATEN.topk.default, _ATEN.kthvalue.default, _ATEN.mode.default, _ATEN.sort.default, _ATEN.sort.stable,
     _ATEN.argmax.default, _ATEN.argmin.default, _ATEN.max.dim, _ATEN.min.dim,
@@ -32,12 +32,12 @@ DECIDING = {  # operators that make something discrete of continuous values, or 
     _ATEN.lt.Tensor, _ATEN.le.Tensor, _ATEN.gt.Tensor, _ATEN.ge.Tensor, _ATEN.eq.Tensor, _ATEN.ne.Tensor,
 }  # fmt: skip
 _KEY = "Fake"
-_LARGE = 1 << 12  # bytes, up to which decisions are copied, whoever writes into them and however
+_LARGE = 1 << 12  # bytes: decisions up to this size are always copied
 _NOTHING: tuple[Any, Any] = (None, None)
 _DISCRETE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_registered: list[torch.library.Library] = []  # they end with their kernels
+_registered: list[torch.library.Library] = []  # kernels exist as long as these
 
-Decide = Callable[..., Any]  # of an operator and its arguments
+Decide = Callable[..., Any]  # takes an operator and its arguments
 
 
 class _Deciding(threading.local):
@@ -49,7 +49,7 @@ _deciding = _Deciding()
 
 @contextlib.contextmanager
 def recording(decisions: list[Any]) -> Iterator[None]:
-    """Inside, ``decisions`` grow by what this thread's operators decide."""
+    """A context in which decisions of this thread's operators are appended to ``decisions``."""
 
     def decide(operator: Any, *args: Any, **kwargs: Any) -> Any:
         result = operator(*args, **kwargs)
@@ -62,8 +62,8 @@ def recording(decisions: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaying(decisions: Sequence[Any]) -> Iterator[None]:
-    """Inside, this thread's operators decide as they did before. ``ExecutionError`` where others are to. What draws, draws
-    again: others draw after it."""
+    """A context in which this thread's operators repeat ``decisions``. Raises ``ExecutionError`` if other operators
+    run. Operators that draw random numbers still draw, so that later draws are the same."""
     left = iter(list(decisions))
 
     def decide(operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def _decided_by(decide: Decide) -> Iterator[None]:
 
 @functools.cache
 def _key() -> Any:
-    """The dispatcher's key, under which the kernels are registered now; ``None`` where this build of PyTorch has none."""
+    """The dispatch key, with the kernels registered; ``None`` if this build of PyTorch lacks it."""
     try:
         key: Any = torch._C._dispatch_key_parse(_KEY)
         below = torch._C.DispatchKeySet(key)
@@ -116,7 +116,7 @@ def _kernel(operator: Any, below: Any) -> Decide:
             decide = _deciding.by
             if decide is None or any(
                 isinstance(one, TRACED) for one in args
-            ):  # what is compiled meanwhile decides nothing
+            ):  # a compilation in between decides nothing
                 return operator(*args, **kwargs)
             return decide(operator, *args, **kwargs)
 
@@ -124,7 +124,7 @@ def _kernel(operator: Any, below: Any) -> Decide:
 
 
 class _Mode(UncompiledMode):
-    """Where there is no key."""
+    """A dispatch mode for builds without the key."""
 
     def __init__(self, decide: Decide) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,8 +136,8 @@ class _Mode(UncompiledMode):
 
 
 class _Decided:
-    """A tensor of discrete values: a copy of a small one, else what is kept until it is written into by an operator. Below
-    autograd, ``detach`` makes a tensor that counts writes by itself."""
+    """A tensor of discrete values: a copy if it is small, else the tensor itself until an operator writes to it. Below
+    autograd, ``detach`` makes a tensor with a version counter of its own."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         counted = not tensor.is_inference() and tensor.nbytes > _LARGE
@@ -146,13 +146,14 @@ class _Decided:
         self._version = tensor._version if counted else 0
 
     def copied(self) -> torch.Tensor | None:
-        """``None`` where it has been written into since (``mask.logical_not_()``): what it was is computed again."""
+        """A copy of the values; ``None`` if they were written to since (``mask.logical_not_()``) and have to be
+        computed again."""
         is_written = self._counter is not self._values and self._counter._version != self._version
         return None if is_written else self._values.clone()
 
 
 def _discrete(value: Any) -> Any:
-    """What is kept of a result: all that is no tensor of continuous values."""
+    """What to keep of a result: everything but tensors of continuous values."""
     if isinstance(value, torch.Tensor):
         return _Decided(value) if value.dtype in _DISCRETE else None
     return value

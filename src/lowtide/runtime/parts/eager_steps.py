@@ -1,4 +1,4 @@
-"""How much memory steps take that run as they are, or may come to."""
+"""The memory that steps without plans take."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from lowtide.runtime.parts.shared import SharedBudget
 
 
 class EagerSteps:
-    """``peak_bytes``: the most that a step has allocated so far, above what was allocated when it began. A step begins with a
-    call after a backward pass has ended, and ends with its last backward pass; 0 until one has ended. ``are_its_own``: whether
-    nothing else is seen in them: no gradients of what its arguments were computed from, and no passes by plans but those of
-    its parts, which share ``shared``. ``grew``: whether the arguments of the latest call are larger than any before, or more of
-    the model is trained, which has ``trained_bytes`` of parameters that are."""
+    """Measures steps. A step begins with the first call after a backward pass and ends with its last backward pass.
+
+    - ``peak_bytes``: the most that a step allocated so far, above what was allocated at its start; 0 until one has
+      ended.
+    - ``are_its_own``: whether steps contain nothing else: no gradients for what computed the arguments, and no planned
+      passes except those of the parts in ``shared``.
+    - ``grew``: whether the latest call had larger arguments, or more ``trained_bytes`` of parameters, than all before.
+    """
 
     def __init__(self, shared: SharedBudget, trained_bytes: Callable[[], int]) -> None:
         self.peak_bytes = 0
         self.are_its_own = True
         self.grew = False
-        self._largest = 0, 0  # bytes of the arguments of a call, and of trained parameters
+        self._largest = 0, 0  # most bytes of a call's arguments, and of trained parameters
         self._trained_bytes = trained_bytes
         self._window: PeakWindow | None = None
         self._shared = shared
-        self._passes = 0  # by plans of others, when the step began
-        self._ended = self._ending = False  # whether a backward pass has ended, and whether it is told of one's end
+        self._passes = 0  # planned passes of others when the step began
+        self._ended = self._ending = False  # a backward pass ended; a callback for its end is queued
 
     def begin(self, device: torch.device) -> None:
         """A call is about to run."""
@@ -45,7 +48,7 @@ class EagerSteps:
         self._ending = False  # also after a backward pass that failed
 
     def given(self, arguments: Any) -> bool:
-        """A call takes these arguments; whether they have outgrown those before."""
+        """A call has these arguments. Returns whether they are larger than those before."""
         tensors = structure.flatten(arguments)[0]
         if any(tensor.grad_fn is not None for tensor in tensors):
             self.are_its_own = False
@@ -56,8 +59,8 @@ class EagerSteps:
         return outgrown
 
     def are_outgrown(self, arguments: Any) -> bool:
-        """Whether these arguments are larger than those of the calls before, or more is trained, so that a step may take more
-        than any of these."""
+        """Whether these arguments, or the trained parameters, are larger than before, so that a step may take more
+        memory."""
         return self._are_below((strided_bytes(structure.flatten(arguments)[0]), self._trained_bytes()))
 
     def _are_below(self, now: tuple[int, int]) -> bool:

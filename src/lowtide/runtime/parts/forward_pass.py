@@ -1,4 +1,4 @@
-"""A forward pass of one of several programs in a step, and what it leaves for those before it."""
+"""One forward pass of a program that shares a step with others, and the gradients it leaves for those before it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from lowtide.sharing import Member
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ForwardPass:
-    """A forward pass of the current step. ``between_bytes`` were held by no graph when it began, and
-    ``backward_between_bytes`` when its backward pass did, as far as that is known. ``gradients`` are those that its backward
-    pass leaves, each with whom it is for: the id of a leaf, the key of a forward pass that returned it, or ``None`` where
-    nobody knows. ``key``: which graph it is, and how often it ran before in the step. ``beside``: the keys of those that
-    waited for their backward passes when it began. ``waiting``: the same, of a pass that has both of its own within another
-    one, or before the call that it is a part of ends (a sampler that follows gradients); ``None`` where all before it do.
-    ``released_bytes``: what only plans need: copies, and arguments that nobody else held at the end of the forward pass."""
+    """A forward pass of the current step.
+
+    - ``key``: which graph it is, and how often that ran before in the step.
+    - ``between_bytes``: bytes that no graph held when it began; ``backward_between_bytes``: when its backward pass
+      began, if known.
+    - ``gradients``: those that its backward pass leaves, as bytes and owner: the id of a leaf, the key of a forward
+      pass that returned the tensor, or ``None`` if unknown.
+    - ``beside``: keys of the passes that waited for their backward pass when it began. ``waiting``: the same, for a
+      pass with both its passes inside another pass, or before the call that it is a part of ends (a sampler that
+      follows gradients). ``None``: all passes before it wait.
+    - ``released_bytes``: memory that only plans need: copies, and arguments that nothing else held after the forward
+      pass.
+    """
 
     key: tuple[int, int]
     graph: Planned
@@ -44,18 +50,19 @@ class ForwardPass:
         return found is not None and found.generator is not None
 
     def is_like(self, other: ForwardPass) -> bool:
-        """Whether it is the same program among the same others, as in another step."""
+        """Whether it is the same program among the same passes, as in another step."""
         return self.entry is other.entry and (self.gradients, self.waiting) == (other.gradients, other.waiting)
 
     @property
     def between(self) -> tuple[int, int]:
-        """Bytes held by no graph in its forward and in its backward pass; before that is over, as in the forward pass."""
+        """Bytes that no graph held in its forward pass and in its backward pass. Until the latter begins, both are the
+        former."""
         backward = self.backward_between_bytes
         return self.between_bytes, self.between_bytes if backward is None else backward
 
 
 class Passes(list[ForwardPass]):
-    """Those of a step, in order, which are added at the end."""
+    """The forward passes of a step, in order. New ones are appended."""
 
     def __init__(self, passes: Iterable[ForwardPass] = ()) -> None:
         super().__init__(passes)
@@ -65,17 +72,18 @@ class Passes(list[ForwardPass]):
         return [one for one in self if one.is_pending]
 
     def begin_backward(self, one: ForwardPass, early: bool) -> None:
-        """``early``: in the call that ``one`` is a part of. Those that began after it and still wait count it in."""
+        """The backward pass of ``one`` begins. ``early``: inside the call that ``one`` is a part of. Passes that began
+        later and still wait count it as waiting."""
         if early and one in self and all(later.waiting is not None for later in self[self.index(one) + 1 :]):
             one.waiting, self._left = one.beside, []
 
     def stay(self) -> None:
-        """The call has ended: what still waits (its graph is retained) does so beside what follows."""
+        """The call has ended: passes that still wait (retained graphs) stay in memory beside later ones."""
         for one in self.pending():
             one.waiting = None
 
     def left_bytes(self) -> list[int]:
-        """See ``left_gradient_bytes``, without sums; worked out once for the backward passes that follow each other."""
+        """As ``left_gradient_bytes`` without sums, cached for consecutive backward passes."""
         if len(self._left) != len(self):
             self._left = left_gradient_bytes(self, sums=False)
         return self._left
@@ -84,7 +92,7 @@ class Passes(list[ForwardPass]):
 def gradients_of(
     member: Member, inputs: Sequence[torch.Tensor], ran: Sequence[ForwardPass]
 ) -> Iterator[tuple[int, int | tuple[int, int] | None]]:
-    """Of a pass of ``member`` on ``inputs`` after those that ``ran``, see ``ForwardPass``."""
+    """The ``ForwardPass.gradients`` of a pass of ``member`` on ``inputs``, after the passes ``ran``."""
     makers = {id(call): one.key for one in ran if (call := one.call()) is not None}
     for position, nbytes in member.gradient_bytes:
         tensor = inputs[position]
@@ -92,8 +100,8 @@ def gradients_of(
 
 
 def note_released(waiting: Sequence[ForwardPass], member: Callable[[ForwardPass], Member]) -> None:
-    """The ``released_bytes`` of passes that wait for their backward passes, which is about to begin: of a tensor that several
-    were given, those of the first."""
+    """Set ``released_bytes`` of waiting passes; their backward pass is about to begin. A tensor given to several passes
+    counts once, at the first."""
     given = [(one, call, {*member(one).held_inputs}) for one in waiting if (call := one.call()) is not None]
     owners = Counter(id(tensor) for _, call, _ in given for tensor in call.inputs)
     read = {id(tensor) for _, call, held in given for i, tensor in enumerate(call.inputs) if i not in held}
@@ -106,7 +114,7 @@ def note_released(waiting: Sequence[ForwardPass], member: Callable[[ForwardPass]
 
 
 def waiting_places(ran: Sequence[ForwardPass]) -> list[tuple[int, ...]]:
-    """For each of ``ran``, which of them wait for their backward passes while it runs."""
+    """For each pass, the places of those that wait for their backward pass while it runs."""
     places = {one.key: place for place, one in enumerate(ran)}
     return [
         tuple(other for other in range(place) if ran[other].waiting is None)
@@ -117,11 +125,12 @@ def waiting_places(ran: Sequence[ForwardPass]) -> list[tuple[int, ...]]:
 
 
 def left_gradient_bytes(ran: Sequence[ForwardPass], sums: bool = True) -> list[int]:
-    """For each of ``ran``, bytes of the gradients that those whose backward pass is before its own have left when that begins;
-    with ``sums``, also of the sum where it adds to one. What is there where a pass within another one begins is measured."""
+    """For each pass, the bytes of gradients that exist when its backward pass begins, left by earlier backward passes.
+    With ``sums``, also the new sum if it adds to one of them. Not for passes inside another pass: there, all memory is
+    measured."""
     places: dict[object, int] = {one.key: place for place, one in enumerate(ran)}
     left, staying, leaves = [0] * len(ran), 0, set[object]()
-    waiting = [0] * len(ran)  # for what this one returned
+    waiting = [0] * len(ran)  # bytes of gradients for this pass's results
     for place in _backward_order(ran):
         if ran[place].waiting is None:
             left[place] = staying + sum(waiting[:place])
@@ -138,8 +147,8 @@ def left_gradient_bytes(ran: Sequence[ForwardPass], sums: bool = True) -> list[i
 
 
 def _backward_order(ran: Sequence[ForwardPass]) -> list[int]:
-    """Places in ``ran`` in the order of their backward passes: in reverse, but for those within others, which come in their
-    order where those that they do not wait for are over."""
+    """Places in ``ran`` in the order of their backward passes: in reverse, except for those inside other passes. These
+    keep their order and come when the passes that they do not wait for are over."""
     order = [place for place in reversed(range(len(ran))) if ran[place].waiting is None]
     for place, one in enumerate(ran):
         if one.waiting is not None:
@@ -152,8 +161,8 @@ def _backward_order(ran: Sequence[ForwardPass]) -> list[int]:
 def with_siblings(
     passes: list[ForwardPass], may_run: Mapping[int, Planned], in_order: Callable[[], Iterable[Planned]]
 ) -> list[ForwardPass]:
-    """With passes of modules that ``may_run``, by their ids, but have not yet, such as dropped layers: as those of their kind
-    in the same list. ``in_order``: all modules, in that of the model."""
+    """Add passes of modules that ``may_run`` (by id) but have not run yet, such as dropped layers: like those of their
+    kind in the same list. ``in_order``: all parts in the order of the model."""
     met = {one.key[0] for one in passes}
     like = {one.graph.kind: one for one in passes if one.graph.kind}
     missing = {part: like[part.kind] for key, part in may_run.items() if key not in met and part.kind in like}

@@ -1,7 +1,8 @@
-"""The search for plans of all programs of a step together, which training waits for at first, and then lets go on.
+"""The search for plans of all programs of a step together. Training waits for its first result; then it continues
+between steps.
 
-Where plans may improve while training runs (``planning="background"``), training waits some two seconds for the first that
-fit. Then the search goes on at the beginnings of steps, for a small share of the time that these take.
+If plans may improve while training runs (``planning="background"``), training waits about two seconds for the first
+plans that fit. Then the search continues at the beginning of steps, for a small share of their time.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from lowtide.sharing import Assignment, Constraint, Member, Plans, choose
 from lowtide.sharing.assignment import total_time_ns
 
 _FIRST_SECONDS = 2.0
-_SHARE = 0.2  # of the time that training takes, for as long as the search goes on
-_LEAST_SECONDS = 0.5  # in which a plan or two are found
+_SHARE = 0.2  # of training time, until the search ends
+_LEAST_SECONDS = 0.5  # enough for a plan or two
 
 
 class JointSearch:
-    """``ended``: whether it has found what it finds. ``brief``: its planners are a step quicker."""
+    """``ended``: whether the search is complete. ``brief``: use quicker planners."""
 
     def __init__(self, settings: Settings, *, brief: bool) -> None:
         self.settings, self.brief = settings, brief
         self.ended = True
         self._first_seconds = _FIRST_SECONDS if settings.planning == "background" else math.inf
-        self._found = Plans(), Plans()  # by the planner, and by its quick form
+        self._found = Plans(), Plans()  # of the planner, and of its quick form
         self._question: tuple[Sequence[Member], Sequence[Constraint], int] = (), (), 0
-        self._best: list[Assignment] | None = None  # that was found for it
-        self._left = self._debt = 0.0  # when training went on, and what the search took too long before
+        self._best: list[Assignment] | None = None  # best answer to ``_question``
+        self._left = self._debt = 0.0  # time when training went on; seconds the search overran
 
     def first(
         self, members: Sequence[Member], constraints: Sequence[Constraint], budget_bytes: int
     ) -> list[Assignment]:
-        """Assignments that fit. Raises ``InfeasibleBudgetError``."""
+        """Assignments that fit the budget. Raises ``InfeasibleBudgetError``."""
         for plans in self._found:
             plans.begin()
         self._question, self._best, self.ended = (members, constraints, budget_bytes), None, True
@@ -45,15 +46,15 @@ class JointSearch:
 
     @property
     def due_seconds(self) -> float:
-        """For how long training may wait for it now; 0 where not at all."""
+        """How long training may wait for the search now, in seconds; 0 if not at all."""
         seconds = _SHARE * (time.monotonic() - self._left) - self._debt
         return 0.0 if self.ended or seconds < _LEAST_SECONDS else seconds
 
     def further(
         self, members: Sequence[Member], constraints: Sequence[Constraint], budget_bytes: int, seconds: float
     ) -> list[Assignment] | None:
-        """Better assignments for what ``first`` was asked, where so many ``seconds`` bring some; it ends where it is asked
-        something else."""
+        """Better assignments for the question of ``first``, if ``seconds`` suffice to find some, else ``None``. A
+        different question ends the search."""
         known = self._question
         same = [one.program for one in members] == [one.program for one in known[0]]
         if not (same and known[1:] == (constraints, budget_bytes)):

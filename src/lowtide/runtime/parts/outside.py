@@ -1,4 +1,5 @@
-"""What submodules that are no parts hold, and which of them to run again where plans alone do not meet the budget."""
+"""Memory held by submodules that are not parts, and which of them to run again if plans alone do not meet the
+budget."""
 
 from __future__ import annotations
 
@@ -22,18 +23,23 @@ from lowtide.runtime.parts.recomputed import reach_of
 from lowtide.runtime.parts.shared import SharedBudget
 
 _MOST_CUTS = 32
-_MARGIN = 1.1  # of the bytes that are missing
+_MARGIN = 1.1  # factor on the missing bytes
 
 
 @dataclass(eq=False)
 class OutsideCall:
-    """A call of a submodule of this ``kind``, by its ``name``, whose own code runs. ``kept_bytes``: what it keeps for the
-    backward pass, parts inside of it included; ``held_bytes``: the same where these keep what they would without plans;
-    ``input_bytes``: what its arguments are, but for what calls before it were given, too. ``may_run_again``: whether its
-    arguments can be what they were: containers and objects are put back, but ``given`` tensors, which had these versions,
-    must not be written into, by itself or by what runs after it; and whether it communicates with no other rank, which
-    might not run it again. ``differentiated``: the backward passes within it that are differentiated in turn; PyTorch's
-    checkpointing holds a run of it for each."""
+    """A call of a submodule (``kind``: its class, ``name``: its path) whose own code runs.
+
+    - ``kept_bytes``: what it keeps for the backward pass, including parts inside it. ``held_bytes``: the same if these
+      parts kept as much as without plans. ``input_bytes``: the size of its arguments, without those that earlier calls
+      got too.
+    - ``may_run_again``: whether its arguments can be restored, and it communicates with no other rank. Containers and
+      objects can be restored; ``given`` tensors, listed with their versions, must not be written to by it or later
+      code.
+    - ``differentiated``: backward passes in it that are differentiated again. PyTorch's checkpointing holds one run for
+      each.
+    - ``inside``: the calls within it.
+    """
 
     name: str
     kind: type
@@ -47,16 +53,16 @@ class OutsideCall:
 
     @property
     def again_bytes(self) -> int:
-        """Of it where it runs again."""
+        """Bytes that it holds while it runs again."""
         return self.held_bytes * (1 + len(self.differentiated))
 
     @property
     def own_bytes(self) -> int:
-        """Of code between the calls inside."""
+        """Bytes kept by code between the calls inside it."""
         return max(self.kept_bytes - sum(one.kept_bytes for one in self.inside), 0)
 
     def check(self) -> None:
-        """It cannot be run again where its arguments have been written into."""
+        """Note that it cannot run again if its arguments were written to."""
         for reference, version in self.given:
             tensor = reference()
             if tensor is not None and version_of(tensor) != version:
@@ -64,14 +70,14 @@ class OutsideCall:
 
 
 class OutsideWatch:
-    """The calls of one step, outermost first. ``again_ns``: what those took that will run again, by their first run."""
+    """The calls of one step, outermost first. ``again_ns``: first-run time of those that will run again."""
 
     def __init__(self, shared: SharedBudget) -> None:
         self.shared = shared
         self.calls: list[OutsideCall] = []
         self.again_ns = self._steps = 0
         self._open: list[OutsideCall] = []
-        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # to calls that have ended, by memory
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}  # arguments of ended calls, by memory
 
     @contextlib.contextmanager
     def call(self, name: str, kind: type, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> Iterator[None]:
@@ -102,34 +108,36 @@ class OutsideWatch:
 
     @contextlib.contextmanager
     def runs_again(self) -> Iterator[None]:
-        """Inside, a submodule runs for the first time that will run again in the backward pass."""
+        """A context for the first run of a submodule that will run again in the backward pass."""
         self._begin()
         began = time.perf_counter_ns()
         yield
         self.again_ns += time.perf_counter_ns() - began
 
     def differentiated(self) -> None:
-        """A backward pass that is differentiated in turn has come to what was called."""
+        """A backward pass that is differentiated again has reached the open calls."""
         for one in self._open:
             one.differentiated.add(torch._C._current_graph_task_id())
 
     def _begin(self) -> None:
-        """Anew in each step."""
+        """Start over if a new step has begun."""
         if self._steps != self.shared.steps:
             self._steps, self.calls, self._given, self.again_ns = self.shared.steps, [], {}, 0
 
     def _was_given(self, memory: int) -> bool:
-        """Whether a call before was given what has this memory, and it is still there."""
+        """Whether an earlier call got a tensor with this memory that still exists."""
         tensor = self._given[memory]() if memory in self._given else None
         return tensor is not None and memory_of(tensor) == memory
 
     def end(self) -> None:
-        """The call of the model has ended: what was written into since cannot be read again."""
+        """The call of the model has ended: note which calls cannot run again because their arguments were written
+        to."""
         for one in _every(self.calls):
             one.check()
 
     def kept_by(self, kind: type) -> int:
-        """The most bytes that a call of such a module, which may run again, keeps in the current step, beside its arguments."""
+        """The most bytes, beside its arguments, that a repeatable call of a module of this class keeps in the current
+        step."""
         calls = _every(self.calls) if self._steps == self.shared.steps else ()
         return max(
             (one.kept_bytes - one.input_bytes for one in calls if one.kind is kind and one.may_run_again), default=0
@@ -139,8 +147,9 @@ class OutsideWatch:
         return allocated_bytes(self.shared.between.device) or 0
 
     def to_run_again(self, missing_bytes: int) -> list[str]:
-        """Names of submodules that free so much more where they run again, or all that help where that is not to be had."""
-        if self._steps != self.shared.steps:  # none in the last step
+        """Names of submodules that free ``missing_bytes`` if they run again, or of all that help if that much cannot be
+        freed."""
+        if self._steps != self.shared.steps:  # no calls in the last step
             return []
         sizes = sorted({one.held_bytes for one in _every(self.calls)}, reverse=True)[:_MOST_CUTS]
         cuts = [_cut(self.calls, size) for size in sizes]
@@ -168,7 +177,7 @@ def _every(calls: list[OutsideCall]) -> Iterator[OutsideCall]:
 
 
 def _cut(calls: list[OutsideCall], most_bytes: int) -> list[OutsideCall]:
-    """The outermost calls that hold no more than this, and more than their arguments."""
+    """The outermost calls that hold at most ``most_bytes``, and more than their arguments."""
     found = []
     for one in calls:
         if (one.held_bytes > most_bytes or not one.may_run_again) and one.inside:
@@ -179,7 +188,7 @@ def _cut(calls: list[OutsideCall], most_bytes: int) -> list[OutsideCall]:
 
 
 def _peak_bytes(calls: list[OutsideCall], cut: list[OutsideCall]) -> int:
-    """What is held where these calls keep their arguments alone, and the largest of them runs again."""
+    """Bytes held if the calls in ``cut`` keep only their arguments and the largest of them runs again."""
     chosen = set(map(id, cut))
 
     def held(one: OutsideCall) -> int:
@@ -191,12 +200,12 @@ def _peak_bytes(calls: list[OutsideCall], cut: list[OutsideCall]) -> int:
 
 
 def _contents(tensors: Sequence[torch.Tensor], tree: Any) -> Any:
-    """Which tensors arguments hold, and what else."""
+    """The tensors that the arguments hold, by id, and a fingerprint of everything else."""
     return [*map(id, tensors)], fingerprint(tree)
 
 
 def _can_be_put_back(reach: Reach, arguments: Any, contents: Any) -> bool:
-    """Whether all that was changed in arguments is known."""
+    """Whether restoring the arguments brings back their former ``contents``."""
     now = reach.as_now()
     reach.put_back()
     try:

@@ -1,4 +1,5 @@
-"""A part of a model that is no single program, and the parts of one model that stand in the place of its submodules."""
+"""``Part``: the planned ``forward`` of a submodule; ``PartsInPlace``: all parts of a model, and when they replace
+submodules."""
 
 from __future__ import annotations
 
@@ -46,28 +47,32 @@ from lowtide.runtime.programs.recaptures import UnusualCallError
 from lowtide.sharing import Member
 
 _LOG = logging.getLogger(__name__)
-_MOST_NEW = 3  # programs in a row that are planned for calls none of which comes again
+_MOST_NEW = 3  # programs in a row whose calls did not come again, before planning stops
 
 
 class Part(SharingForward):
-    """A submodule that is tried as a part. ``outside``: why it is none, once that is known (empty where it has no gradient);
-    ``changes``: because its program is another one in every call; ``selects``: because it selects as many rows as data say.
-    ``runs_again``: whether its own code, with all that is in it, runs again in the backward pass."""
+    """A submodule that is tried as a part.
+
+    - ``outside``: why it is not planned, once known (empty if it has no gradient).
+    - ``changes``: because its program differs in every call; ``selects``: because it selects a number of rows that
+      depends on data.
+    - ``runs_again``: whether its own code, with all submodules, runs again in the backward pass.
+    """
 
     def __init__(self, module: nn.Module, parts: PartsInPlace, name: str) -> None:
         super().__init__(module, parts.shared)
-        self.in_terms = True  # whoever calls the module again, or reads what it reads, adds to gradients
+        self.in_terms = True  # other calls, and other code with the same tensors, add to gradients
         self.parts, self.name = parts, name
         self._list = list_of(parts.model, name)
         self._kins = Kins(self._kins.dynamic, parts.alike_in.setdefault(self.kind, {}) if self.kind else None)
         self.outside: str | None = None
         self.selects, self.changes = False, False
         self.runs_again = False
-        self.is_alone = False  # its submodules are not tried either
-        self.differentiated = DifferentiatedAgain(name, parts.watch.differentiated)  # by code of the model around it
+        self.is_alone = False  # its submodules are not tried as parts either
+        self.differentiated = DifferentiatedAgain(name, parts.watch.differentiated)  # by code around it
         self._recomputation = Recomputation()
-        self._asked: Any = None  # the call that a program is made for, and what the module is like
-        self._new, self._seen_apart = 0, False  # programs since one came again; whether a call ran as it is
+        self._asked: Any = None  # key of the call to plan for, and how the module was made
+        self._new, self._seen_apart = 0, False  # programs since one was reused; whether a call ran as it is
         self._seen_outside = False  # whether its own code has run
         self._is_frozen = False  # nothing that its latest call read requires a gradient
 
@@ -80,7 +85,7 @@ class Part(SharingForward):
         nested = self.parts.backward.are_under_way
         self.parts.backward.found |= nested
         if self.outside is None:
-            with self.parts.lifted(self.model), collector_held():  # what a capture leaves stays young
+            with self.parts.lifted(self.model), collector_held():  # keep objects of a capture in the young generation
                 try:
                     self.parts.casts.refuse_shared(self.model, self.parts.model, self.parts.device)
                     return super().call(*args, **kwargs)
@@ -90,13 +95,13 @@ class Part(SharingForward):
                     _LOG.info("a call of %s runs as it is, its submodules as parts: %s", self.name, str(error))
                     self.shared.unlike, self._seen_apart = self.shared.unlike or not self._seen_apart, True
                 except CaptureError as error:
-                    self.outside = str(error)  # alone: its traceback holds tensors, and who keeps a log may keep it
+                    self.outside = str(error)  # only the text: the error's traceback holds tensors
                     self.selects = error.selects
                     self._leave()
                     _LOG.info("%s runs as it is, its submodules are tried as parts: %s", self.name, self.outside)
                 collect_young()
                 self.shared.go_on()
-        if nested:  # whatever it keeps is soon let go
+        if nested:  # what it keeps is freed soon
             return self.original_forward(*args, **kwargs)
         self.runs_again = self.runs_again or self._would_exceed()
         if self.runs_again:
@@ -109,8 +114,9 @@ class Part(SharingForward):
             return self.original_forward(*args, **kwargs)
 
     def _would_exceed(self) -> bool:
-        """Of a module that hands rows to experts, as others like it have in the current step: whether the budget has no room
-        for what its first run keeps, and for the second run of another one."""
+        """Whether a module that hands rows to experts has to run again in the backward pass. Modules like it ran in the
+        current step, and the room left in the budget is less than twice the bytes that one keeps (for its first run,
+        and a second run of another)."""
         if self.outside is None or self._seen_outside or type(self.model) not in self.parts.routing.routers:
             return False
         kept_bytes = self.parts.watch.kept_by(type(self.model))
@@ -149,7 +155,7 @@ class Part(SharingForward):
         return entry
 
     def _captured(self, sample: Sample, mask: GradientMask | None) -> Captured:
-        if not self.is_unusual:  # of which there are few
+        if not self.is_unusual:  # unusual programs are few
             self._refuse_new(1 if self.may_change else _MOST_NEW)
         try:
             captured = super()._captured(sample, mask)
@@ -161,7 +167,7 @@ class Part(SharingForward):
         return captured
 
     def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
-        with self.parts.lifted(self.model):  # the backward pass may call submodules
+        with self.parts.lifted(self.model):  # the new capture may call submodules
             return super().entry_for(mask, old, inputs)
 
     def _member(
@@ -179,8 +185,9 @@ class Part(SharingForward):
         return found
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
-        """Raises ``CaptureError`` where its first program would hold more than it can free, or is another one in each call
-        though the modules inside need not be: layers of which Python's generator says which run."""
+        """As of ``Programs``. Raises ``CaptureError`` if its first program holds at least as many bytes as it can free.
+        Also raises it if the program depends on drawn numbers and submodules can be planned (layers that Python's
+        generator selects)."""
         if captured.contract.conditions.draws is not None and can_run_in_parts(self.model):
             raise CaptureError("its program depends on what the generators of Python or NumPy draw")
         program, plan = super().planned(captured, sample, finish, **known)
@@ -192,12 +199,13 @@ class Part(SharingForward):
 
     @property
     def may_change(self) -> bool:
-        """Whether its program depends on numbers in its arguments, or they have as many rows as such numbers say."""
+        """Whether its program depends on numbers in its arguments, or a module around it gives it a varying number of
+        rows."""
         asked = () if self.latest is None else self.latest.conditions[0].questions
         return any(not isinstance(one.answer, bool) for one in asked) or self.parts.decides_sizes_of(self)
 
     def _refuse_as_expert(self, kind: Signature, inputs: list[torch.Tensor], states: int) -> None:
-        """Raises ``CaptureError`` where a module around it hands it as many rows as data say."""
+        """Raise ``CaptureError`` if a module around it gives it a number of rows that depends on data."""
         routing = self.parts.routing
         if self.kind and routing.gives_other_rows(self, (self.kind, kind), [one.shape for one in inputs[states:]]):
             self.is_alone = True
@@ -210,7 +218,7 @@ class Part(SharingForward):
             self._refuse_changing("numbers of rows that data select")
 
     def _refuse_new(self, most: int) -> None:
-        """Raises ``CaptureError`` where programs are made in vain: for every call another one."""
+        """Raise ``CaptureError`` after ``most`` programs that were not reused: every call needs another one."""
         if self._new >= most:
             self._refuse_changing(f"{self._new + 1} in a row")
 
@@ -219,14 +227,14 @@ class Part(SharingForward):
         raise CaptureError(f"its program is another one in every call ({why}), which takes longer to plan than to run")
 
     def _refuse_as_another(self) -> None:
-        """Raises what was raised of a module of the same making in such a call."""
+        """Raise the error that a module made alike got for such a call."""
         why, selects, is_alone = self.parts.refused.get(self._asked, ("", False, False))
         if why:
             self.is_alone = is_alone
             raise CaptureError(why, selects=selects)
 
     def _leave(self) -> None:
-        """What it holds is held by code between parts from now on."""
+        """Its memory counts as held by code between parts from now on."""
         if self.entries:
             self.entries.clear()
             self.shared.record = StepRecord()
@@ -235,23 +243,24 @@ class Part(SharingForward):
         return True
 
     def is_of(self, module: nn.Module | None) -> bool:
-        """Whether this is its module; ``None``: whether that is gone."""
+        """Whether ``module`` is its module; for ``None``, whether its module no longer exists."""
         return self._model() is module
 
     @property
     def kind(self) -> tuple[type, str] | None:
-        """Its class and the list that it is in, which others share; ``None`` where it is in none."""
+        """The module's class and the list that contains it, which modules alike share; ``None`` if no list contains
+        it."""
         return None if self._list is None else (type(self.model), self._list)
 
     @property
     def may_run(self) -> bool:
-        """By a plan, as far as is known."""
+        """Whether it may run by a plan, as far as is known."""
         return self.outside is None and not (self.runs_again or self._is_frozen)
 
 
 class PartsInPlace:
-    """The parts of one model, by their modules, and when they stand in the place of these: while the model is called, and in
-    backward passes that may call submodules."""
+    """The parts of one model. They replace their submodules' ``forward`` while the model is called, and in backward
+    passes that may call submodules."""
 
     def __init__(self, model: nn.Module, shared: SharedBudget) -> None:
         self._model = weakref.ref(model)
@@ -260,9 +269,9 @@ class PartsInPlace:
         self.watch = OutsideWatch(shared)
         self.backward = BackwardCalls(shared, self._standing)
         self.casts = KeptCasts()
-        self.alike_in: dict[tuple[type, str], dict[Any, Alike]] = {}  # programs of parts of the same kind
-        self.refused: dict[Any, tuple[str, bool, bool]] = {}  # by calls and kinds of modules, why these are none
-        self.selects = False  # as of a part
+        self.alike_in: dict[tuple[type, str], dict[Any, Alike]] = {}  # families of programs by kind of part
+        self.refused: dict[Any, tuple[str, bool, bool]] = {}  # why parts were refused, by call and making of module
+        self.selects = False  # see ``Part``
         self.routing = Routing()
         self._parts: dict[int, Part] = {}  # by the id of the module
         self._calls = 0
@@ -279,7 +288,7 @@ class PartsInPlace:
         return (self.is_called or self.backward.are_under_way) and not self._paused
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, no submodule is a part."""
+        """A context in which no submodule runs as a part."""
         return replaced(self, "_paused", True)
 
     @property
@@ -289,7 +298,7 @@ class PartsInPlace:
         return found
 
     def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The model's own, while parts stand in the place of its submodules."""
+        """Call the model's own ``forward`` while parts replace its submodules'."""
         with self.routing.under_way(type(self.model), selects=self.selects):
             return forward(*args, **kwargs)
 
@@ -300,7 +309,7 @@ class PartsInPlace:
         return (self._parts[id(module)] for _, module in tried_in(self.model) if id(module) in self._parts)
 
     def decides_sizes_of(self, part: Part) -> bool:
-        """Whether a module around it hands it what depends on data: rows that were chosen, say."""
+        """Whether a module around ``part`` gives it tensors whose sizes depend on data (selected rows, say)."""
         return any(one.changes and part.name.startswith(f"{one.name}.") for one in self._parts.values())
 
     def planned(self) -> list[Part]:
@@ -308,7 +317,7 @@ class PartsInPlace:
 
     @contextlib.contextmanager
     def _standing(self) -> Iterator[None]:
-        """Inside, parts stand in the place of submodules."""
+        """A context in which parts replace submodules."""
         given = [(module, self._part(name, module)) for name, module in tried_in(self.model)]
         if len(given) < len(self._parts):
             self._parts = {key: part for key, part in self._parts.items() if not part.is_of(None)}
@@ -316,7 +325,7 @@ class PartsInPlace:
             yield
 
     def _part(self, name: str, module: nn.Module) -> Part:
-        """The part that a submodule is, made anew where its code has been replaced since."""
+        """The part for a submodule, made anew if the module's ``forward`` was replaced since."""
         part = self._parts.get(id(module))
         stands = part is not None and module.__dict__.get("forward") is part
         if part is None or not (part.is_of(module) and (stands or part.given_forward == module.forward)):
@@ -324,7 +333,7 @@ class PartsInPlace:
         return part
 
     def lifted(self, part: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Inside, the submodules of a part are as they are outside of calls."""
+        """A context in which the submodules of ``part`` have their own ``forward`` again."""
         installed = ((module, module.__dict__.get("forward")) for module in part.modules() if module is not part)
         ours = [(module, own) for module, own in installed if isinstance(own, Part) and own.parts is self]
         return forwards_given(

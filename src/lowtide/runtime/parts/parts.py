@@ -1,9 +1,9 @@
-"""A model that is no single program, run in parts: each largest submodule that can be captured runs by a plan of its own.
+"""Run a model that is no single program in parts: each largest submodule that can be captured runs by its own plan.
 
-The model's own code runs as it is. While it does, every submodule that is called is tried: where it can be captured it is a
-part, where it cannot its own code runs too, and the submodules inside of it are tried in turn. So decisions that depend on
-data lie between parts, in code that runs once, and are never computed again. All parts share one budget with what lies between
-them, see ``parts.shared``.
+The model's own code runs as it is. Every submodule that it calls is tried. If it can be captured, it is a part. If not,
+its own code runs too, and the submodules inside it are tried. So decisions that depend on data lie in code between
+parts, which runs once and is never recomputed. All parts share one budget with the memory of the code between them, see
+``parts.shared``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class Parts(PartsInPlace):
-    """The parts of one model, which share one budget. ``why`` the model as a whole is none. Raises that where it is sharded."""
+    """The parts of one model, which share one budget. ``why``: why the model as a whole cannot be captured; raised if
+    it is sharded."""
 
     def __init__(self, model: nn.Module, settings: Settings, why: CaptureError) -> None:
         if any(map(is_sharded, model.modules())):
             raise why
-        # What runs in one process need not run in another, so none may wait for another's plan. Arenas of parts would add up.
+        # Processes may run different parts, so none may wait for another's plan. Arenas of several parts would add up.
         super().__init__(model, SharedBudget(dataclasses.replace(settings, agreed=False, arena=False), "parts"))
         if settings.total_budget is not None:
             self.shared.budget.outside = outside_of_model(model, settings.optimizer_bytes)
@@ -47,8 +48,8 @@ class Parts(PartsInPlace):
         self._eager = EagerSteps(self.shared, self._trained_bytes)
         self._has_any = can_run_in_parts(model)
         self._steps = 0
-        self._is_hopeless = False  # plans do not fit, whatever runs again
-        self._is_unplanned = False  # nothing can be planned, nor held to the budget
+        self._is_hopeless = False  # plans do not fit, even with recomputed submodules
+        self._is_unplanned = False  # nothing can be planned or kept within the budget
         changed = ", without an arena" * settings.arena
         changed += ", with a loss in pieces where one computes all of it" * settings.chunked_loss
         what = "%s cannot be one program, so its submodules are planned%s, and code between them runs as it is: %s"
@@ -56,7 +57,8 @@ class Parts(PartsInPlace):
             _LOG.warning(what, type(model).__name__, changed, self.why)
 
     def _run_more_again(self, missing_bytes: int) -> bool:
-        """As plans alone do not fit, whether more submodules run again, all runs online, or without a plan, as the log said."""
+        """Plans alone do not fit: let more submodules run again. Returns whether the next step will differ, because of
+        these, because the model goes online, or because it runs without a plan (as the log said)."""
         chosen = self.watch.to_run_again(missing_bytes)
         for part in self._parts.values():
             part.runs_again = part.runs_again or part.name in chosen
@@ -65,18 +67,19 @@ class Parts(PartsInPlace):
             _LOG.warning(what, named(chosen))
         is_seen = self._eager.are_its_own and self._eager.peak_bytes > 0
         self._is_hopeless = is_seen and not (chosen or self.shared.ran or self.backward.may_be)
-        self._eager.peak_bytes *= not chosen  # of other steps than those to come
+        self._eager.peak_bytes *= not chosen  # later steps differ from those measured
         return bool(chosen) or self._is_hopeless or self._is_unplanned
 
     @property
     def are_none(self) -> bool:
-        """Whether submodules were tried in a step, and none runs by a plan."""
+        """Whether submodules were tried in a step and none runs by a plan."""
         return self._has_any and self._steps > 0 and not (self._calls or self.shared.unlike or self.planned())
 
     def online_bytes(self, arguments: Any) -> int | None:
-        """The budget of the model, called with these ``arguments``, where none of it can be planned, its steps are its own, and
-        one exceeds it. One in percent is of the largest step, which is seen without a budget; one in bytes holds at once where
-        there is no submodule to try."""
+        """The budget under which to run the model online, or ``None``. Online mode is for a model of which nothing can
+        be planned, whose steps contain nothing else, and which exceeds the budget. A budget in percent refers to the
+        largest step, which is measured without a budget first. A budget in bytes applies at once if there is no
+        submodule to try."""
         if self._calls:
             return None
         peak_bytes, at_once = self._eager.peak_bytes, not (self._has_any or is_percentage(self.shared.settings.given))
@@ -93,8 +96,8 @@ class Parts(PartsInPlace):
         return sum(one.nbytes for one in self.model.parameters() if one.requires_grad)
 
     def are_outgrown(self, arguments: Any) -> bool:
-        """Whether a budget in percent has to grow with these arguments of the model, and with what is trained now, once a step
-        with them was seen."""
+        """Whether a budget in percent has to grow, because arguments or trained parameters are larger than in the steps
+        measured."""
         return is_percentage(self.shared.settings.given) and self._eager.are_outgrown(arguments)
 
     def ran(self, result: Any) -> None:
@@ -103,18 +106,18 @@ class Parts(PartsInPlace):
         self.backward.returned(result)
 
     def outside(self) -> dict[str, str]:
-        """Names of submodules that are no part, and why."""
+        """Names of submodules that are not parts, with the reason."""
         return {part.name: part.outside for part in self._parts.values() if part.outside}
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, submodules run as parts where they can: a call of the model."""
+        """A context for a call of the model, in which submodules run as parts where possible."""
         if self._calls:  # the model calls itself
             yield
             return
         self.backward.leave()
-        self._steps += not self.shared.unlike  # to the one before, in which parts ran as they are
-        known = self._steps == 1 + self._has_any  # whether anything of it can be planned, or held to the budget
+        self._steps += not self.shared.unlike  # a step in which parts ran without plans does not count
+        known = self._steps == 1 + self._has_any  # enough steps ran to know what can be planned
         self._is_unplanned = (known or self._is_unplanned) and not (self.planned() or self._eager.are_its_own)
         if known and self._is_unplanned:
             _LOG.warning(

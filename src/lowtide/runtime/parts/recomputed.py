@@ -1,9 +1,9 @@
-"""A module that cannot be captured, run again as a whole in the backward pass instead of keeping what it saves.
+"""Run a module that cannot be captured again in the backward pass, instead of keeping what it saves.
 
-PyTorch's own checkpointing does it, on the autograd graph that eager has, so gradients are added in eager's order. What it
-leaves to its user is done here: the second run finds the module's attributes, its buffers, what it was called with (a cache of
-keys and values that all layers add to) and the generators of Python and NumPy as the first one found them, leaves them as they
-are now, and takes over every decision of the first one.
+This uses PyTorch's checkpointing on eager's own autograd graph, so gradients are added in eager's order. In addition,
+state that checkpointing leaves to its user is handled here: attributes, buffers, arguments (a cache of keys and values,
+say) and the generators of Python and NumPy. The second run finds these as the first run found them, makes the same
+decisions, and leaves the state as it is now.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _LARGE = 1 << 16  # bytes of a buffer
 
 
 class Recomputation:
-    """How a module runs again, call after call: its attributes, and what its code can reach outside of it, are looked for
-    once, as long as they stay what they are."""
+    """Runs one module this way, call after call. Its attributes and what its code can reach are looked up once and
+    reused while unchanged."""
 
     def __init__(self) -> None:
         self._attributes: Snapshot | None = None
         self._reach: Reach | None = None
-        self._of: list[tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = []  # modules and their hooks
+        self._of: list[tuple[weakref.ref[nn.Module], tuple[Any, ...]]] = []  # modules looked at, and their hooks
 
     def run(
         self,
@@ -51,9 +51,9 @@ class Recomputation:
         kwargs: Mapping[str, Any],
         on_run: Callable[[], None],
     ) -> Any:
-        """``forward(*args, **kwargs)`` of ``module``, which keeps its arguments and decisions and runs again where the backward
-        pass needs what it saved: ``on_run`` is called then."""
-        marked = map(vars, (*module.parameters(), *module.buffers()))  # hooks may count there, say
+        """Call ``forward(*args, **kwargs)`` of ``module``, so that it runs again when the backward pass needs what it
+        would have saved. ``on_run`` is called then."""
+        marked = map(vars, (*module.parameters(), *module.buffers()))  # hooks may keep counts there
         given = reach_of((*args, *marked), kwargs)
         before = _State(module, self._attributes_of(module), self._reach_of(module), given)
         values = pytree.tree_leaves((tuple(args), dict(kwargs)))  # each is watched for writes
@@ -66,13 +66,13 @@ class Recomputation:
             return _first(before, decisions), _Again(lambda: _again(module, before, decisions, on_run))
 
         nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in values)
-        check = "none" if nested else "default"  # which reads shapes, and what a nested tensor is made of has none
+        check = "none" if nested else "default"  # the default check reads shapes; nested tensors lack them
         result = checkpoint(again, *values, use_reentrant=False, context_fn=contexts, determinism_check=check)
         before.settle()
         return result
 
     def _attributes_of(self, module: nn.Module) -> Snapshot:
-        """As they are now. Tensors among them are let go of with the call."""
+        """The module's attributes now. Tensors among them are not kept beyond the call."""
         found = self._attributes
         if found is None or not found.is_current:
             found = snapshot(module)
@@ -80,7 +80,7 @@ class Recomputation:
         return found
 
     def _reach_of(self, module: nn.Module) -> Reach:
-        """What its code can write now, and what lies there."""
+        """What the module's code can write to outside of it, with its present content."""
         now = [(each, hooks_of(each)) for each in module.modules()]
         if self._reach is None or not self._is_of(now):
             self._of = [(weakref.ref(each), hooks) for each, hooks in now]
@@ -90,7 +90,7 @@ class Recomputation:
         return self._reach
 
     def _is_of(self, now: Sequence[tuple[nn.Module, tuple[Any, ...]]]) -> bool:
-        """Whether these are the modules and the hooks that were looked at."""
+        """Whether these are the modules and hooks looked at before."""
         if len(now) != len(self._of):
             return False
         pairs = zip(now, self._of, strict=True)
@@ -100,14 +100,14 @@ class Recomputation:
 
 
 def reach_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reach:
-    """The containers and objects that a call is given, and what they hold."""
+    """The containers and objects among a call's arguments, with their content."""
     reach = Reach()
     reach.add((argument, ARGUMENT) for argument in (*args, *kwargs.values()))
     return reach
 
 
 class _Again:
-    """A context that is entered once for each backward pass."""
+    """A reusable context manager: makes a new context for each backward pass."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._make = make
@@ -142,8 +142,8 @@ def _again(module: nn.Module, before: _State, decisions: list[Any], on_run: Call
 
 
 class _State:
-    """What a run of the module may depend on beside its arguments and parameters. ``buffers`` with copies of their values;
-    ``large`` ones, which are copied when the run is about to write into them, with their memory and versions."""
+    """State that a run of the module may depend on besides its arguments and parameters. ``buffers``: pairs of buffer
+    and copy. ``large``: buffers with their memory and version, copied only when the run is about to write to them."""
 
     def __init__(
         self, module: nn.Module, attributes: Snapshot, outside: Reach, arguments: Reach, before: _State | None = None
@@ -161,19 +161,19 @@ class _State:
         self.outside, self.arguments = outside, arguments
         held = [one for value in self.attributes.attributes.values() for one in parts_of(value)]
         drawing = [one for one in held if isinstance(one, torch.Generator)]
-        # Of the device's, checkpoints keep those of the arguments' devices alone, and a module may be given numbers.
+        # Checkpointing saves generators of the arguments' devices only, and arguments may be plain numbers.
         devices = {
             one.device for one in (*module.parameters(), *module.buffers()) if one.device.type not in ("cpu", "meta")
         }
         self.drawing = [generators.saved(one) for one in (*drawing, *map(generators.default_generator, devices))]
 
     def copy_before_write(self, arguments: Any) -> None:
-        """An operator is about to write into some of these."""
+        """An operator is about to write to its arguments: copy large buffers among them."""
         given = {_storage(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)}
         self._copy([one for one in self.large if _storage(one[1]) in given], clone=True)
 
     def settle(self) -> None:
-        """The run has ended: what was given other memory had this."""
+        """The run has ended: note the old memory of large buffers whose memory was replaced."""
         self._copy([one for one in self.large if _storage(one[0]) != _storage(one[1])], clone=False)
 
     def _copy(self, chosen: Sequence[tuple[torch.Tensor, torch.Tensor, int]], *, clone: bool) -> None:
@@ -182,7 +182,8 @@ class _State:
         self.large = [one for one in self.large if id(one[0]) not in done]
 
     def check(self, module: nn.Module) -> None:
-        """Raises ``ExecutionError`` where the run cannot be repeated, since what it left as it was has been written into."""
+        """Raise ``ExecutionError`` if the run cannot be repeated, because a large buffer that it left unchanged was
+        written to since."""
         for buffer, value, version in self.large:
             if buffer._version != version or _storage(buffer) != _storage(value):
                 name = next((name for name, other in module.named_buffers() if other is buffer), "that is gone")
@@ -208,7 +209,7 @@ class _State:
 
 
 class _Writing(UncompiledMode):
-    """Tells what operators are about to write into."""
+    """A dispatch mode that reports tensors which operators are about to write to."""
 
     def __init__(self, before: _State) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -223,7 +224,7 @@ class _Writing(UncompiledMode):
 
 @functools.cache
 def _writes(operator: Any) -> bool:
-    """Whether it may write into what it is given; those that normalize do not say so of running statistics."""
+    """Whether the operator may write to its arguments. Schemas of normalizations do not mention running statistics."""
     schema = operator._schema
     return schema.is_mutable or any(one.name.startswith("running_") for one in schema.arguments)
 
@@ -233,5 +234,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether a copy takes little, or nothing else would tell who writes into it, a sparse one."""
+    """Whether to copy the buffer at once: a copy is cheap, or nothing would report writes (sparse tensors)."""
     return not _storage(tensor) or tensor.nbytes <= _LARGE

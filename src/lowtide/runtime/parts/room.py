@@ -1,4 +1,5 @@
-"""A plan for one of several programs, at once, in the room that the others leave: operators are measured in it, too."""
+"""Plan one of several programs at once, in the memory that the others leave; its operators are measured within it
+too."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from lowtide.settings import Settings, searches
 from lowtide.sharing import Member
 from lowtide.sharing.assignment import as_alone
 
-_MOST_PLANS = 64  # that are kept for other programs
+_MOST_PLANS = 64  # kept for reuse by other programs
 
 
 class Room(NamedTuple):
-    """What is left of ``total_bytes`` for a program, the one of this ``number`` in a step. ``beside_bytes``: what of the budget
-    no plan can free."""
+    """What is left of ``total_bytes`` for program ``number`` of a step. ``beside_bytes``: bytes of the budget that no
+    plan can free. ``must_fit``: whether an error is raised if no plan fits."""
 
     bytes: int
     total_bytes: int
@@ -38,8 +39,8 @@ class Room(NamedTuple):
 
 
 class Spare:
-    """Bytes of a budget that the plans in force leave in a step, for what is beside them: ``left_bytes``, asked for in those
-    steps alone in which somebody wants some of them."""
+    """Bytes of the budget that the current plans leave unused in a step. ``left_bytes`` computes them, only in steps
+    that ask."""
 
     def __init__(self, left_bytes: Callable[[], int]) -> None:
         self._left_bytes = left_bytes
@@ -60,13 +61,14 @@ class Spare:
 
 
 class Measuring:
-    """How the operators of several programs are measured: within what a step leaves, the rest when nothing is held."""
+    """Measures the operators of several programs within what a step leaves; those that do not fit later, when nothing
+    is held."""
 
     def __init__(self) -> None:
         self._waiting = weakref.WeakSet[Program]()
 
     def within(self, room_bytes: Callable[[Program], int]) -> contextlib.AbstractContextManager[None]:
-        """Inside, operators of a program are measured within ``room_bytes`` of it."""
+        """A context in which operators of a program are measured within ``room_bytes(program)``."""
 
         def noted(program: Program) -> int:
             room = room_bytes(program)
@@ -77,7 +79,7 @@ class Measuring:
         return measured_within(noted)
 
     def made_up_for(self, members: Mapping[Entry, Member], room: int) -> dict[Entry, Member]:
-        """Those of the ``members`` of whom something could not be measured, with what now can within ``room``."""
+        """Those ``members`` with operators not yet measured, measured now within ``room`` bytes."""
         found = [entry for entry in members if entry.program in self._waiting]
         self._waiting.clear()
         with measured_within(lambda _: room):
@@ -85,16 +87,18 @@ class Measuring:
 
 
 class FirstPlans:
-    """Plans for programs as they are met, each in the room that is left then, by ``settings``."""
+    """Plans for programs when they are first met, each within the memory left then. ``settings``: those of the
+    model."""
 
     def __init__(self, settings: Settings) -> None:
         quick = FIRST_PLANNER if searches(settings.planner) else settings.planner
         self._settings = dataclasses.replace(settings, reserve=0, planning="wait", planner=quick)
-        self._found: OrderedDict[Any, Plan] = OrderedDict()  # for others of the same operators and sizes
+        self._found: OrderedDict[Any, Plan] = OrderedDict()  # for programs with the same operators and sizes
 
     def plan(self, member: Member, room: int, fraction: float) -> Plan:
-        """A plan within ``room`` bytes that saves about this fraction of what the program would save without one, or more where
-        that cannot be: that of another program, where it is one of this one, too. Raises ``InfeasibleBudgetError``."""
+        """A plan within ``room`` bytes. It saves about ``fraction`` of what the program would save without a plan, or
+        more if that is not possible. A plan of another program with the same operators and sizes is reused. Raises
+        ``InfeasibleBudgetError``."""
         graph, costs = member.program.graph, member.costs
         key = operators(member.program), costs.storage_bytes.tobytes(), fraction
         found = self._found.get(key)
@@ -112,17 +116,17 @@ class FirstPlans:
         return plan
 
     def lowest(self, member: Member, error: InfeasibleBudgetError) -> Plan:
-        """The plan that saves the least within about the bytes that ``error`` names."""
+        """The plan that saves least, within about the minimum that ``error`` names."""
         return self._planned(member, error.minimum_bytes * 101 // 100, 0.0, error.plan)
 
     def _planned(self, member: Member, room: int, fraction: float, known: Plan | None = None) -> Plan:
-        """``known``: one within the room."""
+        """``known``: a plan within ``room``."""
         between = max(room - member.limit_bytes(fraction) - member.arriving_bytes, 0) if fraction < 1 else 0
         if between:
             try:
                 return self._within(member, room, between)
             except InfeasibleBudgetError as error:
-                near = None if error.plan is None else as_alone(error.plan, member)  # saves a little more than that
+                near = None if error.plan is None else as_alone(error.plan, member)  # saves slightly more than asked
             if near is not None and near.peak_bytes <= room:
                 return dataclasses.replace(near, budget_bytes=room)
         return self._within(member, room, 0) if known is None else as_alone(known, member)

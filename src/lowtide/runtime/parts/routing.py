@@ -1,4 +1,5 @@
-"""Modules that hand rows to others as data say, and the others: experts, whose programs are other ones in every call."""
+"""Find modules that hand rows to others as data decide (routers), and these others (experts), whose programs differ in
+every call."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ from lowtide.runtime.programs.entry import Entry
 
 
 class Routing:
-    """What is seen of it in calls of one model. ``routers``: classes of modules that were found to do so."""
+    """What the calls of one model showed. ``routers``: classes of modules that hand out rows."""
 
     def __init__(self) -> None:
         self.routers: set[type] = set()
         self._routed: set[Any] = set()  # kinds of calls of experts
-        # Classes of modules that select rows, and how many these gave to calls of a kind.
+        # Running modules that select rows: their class, and the shapes that they gave, by kind of call.
         self._under_way: list[tuple[type, dict[Any, Any]]] = []
 
     @contextlib.contextmanager
     def under_way(self, module: type, *, selects: bool) -> Iterator[None]:
-        """Inside, code of a module of this class runs, which ``selects`` rows by data."""
+        """A context in which a module of this class runs. ``selects``: whether it selects rows by data."""
         if not selects:
             yield
             return
@@ -34,8 +35,8 @@ class Routing:
             self._under_way.pop()
 
     def gives_other_rows(self, part: object, kind: Any, shapes: Sequence[torch.Size]) -> bool:
-        """Whether a module around ``part`` that selects rows hands another number of them to it than to another one in a call
-        of this ``kind``, which says in which list both are; or has done so."""
+        """Whether a surrounding module that selects rows gives ``part`` another number of rows than another part in a
+        call of this ``kind`` (which includes the list that both are in), or has done so before."""
         if not self._under_way:
             return False
         router, given = self._under_way[-1]
@@ -48,8 +49,8 @@ class Routing:
     def gives_other_numbers(
         self, module: nn.Module, inputs: list[torch.Tensor], states: int, like: Sequence[Entry]
     ) -> bool:
-        """The same of numbers among the arguments of ``module``, which the programs of others ``like`` it have read of theirs.
-        The first ``states`` of the ``inputs`` are its own."""
+        """The same for numbers among the arguments of ``module`` that programs ``like`` its own have read. The first
+        ``states`` ``inputs`` are the module's."""
         found = bool(self._under_way) and any(
             one.conditions[0].ask_other_numbers(inputs, module, states) for one in like
         )

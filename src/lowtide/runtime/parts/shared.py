@@ -1,17 +1,19 @@
 """One budget for several programs of a step: graphs of ``torch.compile``, or parts of a model.
 
-Graphs run in order in the forward pass and in reverse in the backward pass. While graph i runs, the graphs before it
-hold what they saved and what they returned, and the graphs after it have left gradients behind: those of parameters stay (one
-per parameter, however many graphs read it), those of what an earlier graph returned stay until it takes them. Python code
-between the graphs may hold memory, too; that is measured, where a pass of a graph begins. So the step fits where, for every i::
+Graphs run in order in the forward pass and in reverse order in the backward pass. While graph i runs, the graphs before
+it hold what they saved and returned. The graphs after it have left gradients: those of parameters stay (one per
+parameter, however many graphs read it), those of an earlier graph's results stay until that graph takes them. Python
+code between the graphs may hold memory too; it is measured when a pass of a graph begins. So the step fits if for every
+i::
 
     between(i) + sum of saved(j) for j < i  +  peak(i)  +  gradients left by j > i   <=   budget
 
-and where no gap between them took more than the rest of the budget. A graph becomes known when it is first called: it gets a
-first plan for what the graphs before it leave, which saves the share that graphs have been given so far (at first, as little
-as it can) where others will follow. Where that does not suffice, the step goes on with its lowest plan (said in the log).
-After a step with first plans, and after one that did not fit (a graph ran twice, say, or at another shape), all are planned
-together, by one search. A budget in percent grows with the graphs that are known, so the first cannot fail it either.
+and no gap between two graphs takes more than the rest of the budget. A graph becomes known when it is first called. It
+gets a first plan for what the graphs before it leave. If other graphs follow, this plan saves the same share as the
+graphs so far (at first, as little as possible). If this does not fit, the step goes on with the graph's lowest plan,
+with a warning in the log. After a step with first plans, or one that did not fit (a graph ran twice, say, or at another
+shape), one search plans all graphs together. A budget in percent grows with the known graphs, so the first graph does
+not fail it either.
 """
 
 from __future__ import annotations
@@ -49,38 +51,38 @@ _LOG = logging.getLogger(__name__)
 
 
 class SharedBudget(CurrentStep):
-    """Plans for the graphs of a step, and for those of the next by the ``record`` of what ran. ``what`` they are, for messages;
-    ``expected``: where steps differ, so that all are planned as the fullest, adds what may run as well to the passes of a
-    record; ``give_way``: asked for so many bytes, whether the next step needs less."""
+    """Plans the graphs of a step, and those of the next step from the ``record`` of what ran. ``what``: what to call
+    them in messages. ``expected``: set if steps differ; adds passes that may run too to a record, so that all plans
+    suit the fullest step. ``give_way``: called with missing bytes, returns whether the next step will need less."""
 
     def __init__(self, settings: Settings, what: str = "graphs") -> None:
         super().__init__(settings)
         self.what = what
         self.budget = StepBudget(settings)
-        self.search = JointSearch(settings, brief=settings.planning == "background")  # since training waits for it
+        self.search = JointSearch(settings, brief=settings.planning == "background")  # training waits for it
         self.give_way: Callable[[int], bool] | None = None
         self.expected: Callable[[list[ForwardPass]], list[ForwardPass]] | None = None
         self.record = StepRecord()
-        self.exceeded = False  # a plan of the current step needs more than was left of the budget
-        self.postponed = False  # planning all together waits for a step: what runs may be none of the graphs then
-        self.unlike = False  # what ran as it is in the current step is to run by plans: it tells nothing of others
-        self.must_fit = False  # since something else can be done where they do not
-        self.grows = False  # with the step that is about to begin, the budget may, which is a percentage
-        self.fraction = 0.0  # of what graphs would save, the part that they save by the plans in force
+        self.exceeded = False  # a plan of this step needs more than the budget had left
+        self.postponed = False  # do not plan all together after this step: some graphs may not stay
+        self.unlike = False  # something ran without a plan in this step only: it is no model for others
+        self.must_fit = False  # raise if plans do not fit: there is an alternative
+        self.grows = False  # the budget is a percentage and may grow with the next step
+        self.fraction = 0.0  # saved bytes by current plans / saved bytes without plans
         self.spare = Spare(lambda: -self.record.exceeds(self.member, self.budget)[0] if self.record else sys.maxsize)
         self._measuring, self._first = Measuring(), FirstPlans(settings)
-        self._met = False  # a step stayed within the budget, or was planned to
-        self._first_plans = False  # the current step runs by one
+        self._met = False  # a step was within the budget, or plans for it are
+        self._first_plans = False  # the current step uses one
         self._said_over = False
 
     def _step_ended(self) -> None:
-        if not self.broken_off:  # what it came to tells of no other
+        if not self.broken_off:  # an incomplete step is no model for others
             self._learn()
         self.unlike = False
         self.spare.begin_step()
 
     def _learn(self) -> None:
-        """From a step that ended: whether plans are to be made for the next ones."""
+        """After a step: decide whether to make new plans for the next ones."""
         whole, fits = self._note_step(), self._fits()
         self._met |= whole and fits and not self.exceeded and bool(self.record)
         if (self.exceeded or self._first_plans or not fits) and whole and not self.postponed:
@@ -96,9 +98,9 @@ class SharedBudget(CurrentStep):
     def plan(
         self, graph: Planned, program: Program, replaced: Entry | None, more_follow: bool, costs: Costs | None = None
     ) -> Plan:
-        """A plan for a program of ``graph``, in the place of ``replaced``, within what the forward passes before this one, and
-        code between them, leave of the budget. ``more_follow``: other graphs run after it. New sizes of a graph that is known
-        are no reason to plan all again where steps differ anyway."""
+        """A plan for a program of ``graph`` (in place of ``replaced``) within what earlier forward passes and the code
+        between leave of the budget. ``more_follow``: other graphs run after it. If steps differ anyway, new sizes of a
+        known graph do not trigger a new plan for all."""
         first_plans = self._first_plans
         if costs is None:
             with self.measuring(replaced, more_follow):
@@ -110,7 +112,8 @@ class SharedBudget(CurrentStep):
                 self._first_plans = first_plans
 
     def measuring(self, replaced: Entry | None, more_follow: bool) -> contextlib.AbstractContextManager[None]:
-        """Inside, operators are measured within what is left of the budget; others in the plan for the next step."""
+        """A context in which operators are measured within what is left of the budget. Those that need more get
+        estimated costs until the plan for the next step."""
         return self._measuring.within(
             lambda program: self._room(Member(program, analytical_costs(program)), replaced, more_follow).bytes
         )
@@ -123,7 +126,7 @@ class SharedBudget(CurrentStep):
         constraints = sequential_constraints(range(len(members)), bases, [*left_gradient_bytes(earlier), 0])
         budget, reserve = self.budget.of(members, constraints)
         left = budget - between - sum(taken.saved_bytes for _, taken in known)
-        known_later = more_follow and is_percentage(self.settings.given)  # what it is of, where the step takes more
+        known_later = more_follow and is_percentage(self.settings.given)  # the budget depends on graphs that follow
         if known_later and not self.budget.granted_bytes:
             left = max(left, own.keep_all.forward_bytes, own.keep_all.backward_bytes)
         more_can_be_done = self.must_fit or (self.give_way is not None and between > 0)
@@ -149,20 +152,22 @@ class SharedBudget(CurrentStep):
         return plan
 
     def left_bytes(self) -> int:
-        """What the budget has left beside all that the current step holds. Of one in percent, it is known after a step."""
+        """What the budget leaves beside what the current step holds. A budget in percent is unknown during the first
+        step, so it counts as unlimited."""
         held = self.between.beside(0) or 0
         if is_percentage(self.settings.given) and not self.budget.granted_bytes:
             return sys.maxsize
         return self.budget.of_plain(held) - held
 
     def _before(self, replaced: Entry | None) -> tuple[list[ForwardPass], int]:
-        """What ran before ``replaced``, or before now, and what code between held then."""
+        """The forward passes before ``replaced`` (or before now), and the bytes that code between held then."""
         place = next((place for place, one in enumerate(self.ran) if one.entry is replaced), None)
         between = max(self.between.bytes, 0) if place is None else self.ran[place].between_bytes
         return Passes(self.ran[:place]).pending(), between
 
     def _note_step(self) -> bool:
-        """For the plans of the next one. Whether that will be like it: what ran in it and is no graph any more will not."""
+        """Record the step for the next plans. Returns whether the next step will be like it; if a graph that ran is no
+        longer one, it will not."""
         if self.unlike:
             return False
         if self.expected is None:
@@ -175,12 +180,12 @@ class SharedBudget(CurrentStep):
         return whole
 
     def _fits(self) -> bool:
-        """Whether what ran stays within the budget together. Of one in percent, a step that takes less (of a short last batch,
-        say) may have the memory of the one that took most."""
+        """Whether the passes that ran stay within the budget together. For a budget in percent, a smaller step (a short
+        last batch, say) may use as much memory as the largest one."""
         if not self.record.are_several:
             return True
         over, budget = self.record.exceeds(self.member, self.budget)
-        if is_percentage(self.settings.given) and not self.postponed:  # what ran may be none of the parts of others
+        if is_percentage(self.settings.given) and not self.postponed:  # some parts that ran may not stay parts
             self.budget.granted_bytes = budget
         if self.record.passes and over > 0 and not (self.exceeded or self._first_plans):
             _LOG.warning(
@@ -190,7 +195,7 @@ class SharedBudget(CurrentStep):
         return over <= 0
 
     def _replan(self) -> None:
-        """Plan all that ran in the last step together."""
+        """Plan all graphs of the last step together."""
         self.exceeded = self._first_plans = False
         members, constraints = self.record.together(self.member)
         self._known.clear()
@@ -203,7 +208,7 @@ class SharedBudget(CurrentStep):
             self._met = True
         except InfeasibleBudgetError as error:
             if self.grows:
-                self.exceeded = True  # at the end of the larger step, that is
+                self.exceeded = True  # plan again after the larger step
                 return
             if not self.budget.stretches(error.minimum_bytes, budget) and self._gives_up(error, budget, reserve):
                 return
@@ -212,13 +217,14 @@ class SharedBudget(CurrentStep):
         self._exchange(members, chosen)
 
     def _gives_up(self, error: InfeasibleBudgetError, budget: int, reserve: int) -> bool:
-        """Where no plans fit: whether something else is done in the next step, or nothing can be. Raises where that is all."""
+        """No plans fit. Returns whether the next step will do without new ones, because it needs less or too little is
+        known yet; raises the error if nothing else can be done."""
         if self.give_way is not None and self.give_way(error.minimum_bytes - budget):
             self.exceeded, self.record = True, StepRecord()
             return True
         unmet = self.record.infeasible(error, self.what, budget).beside(reserve)
         passes = self.record.passes
-        nothing_planned = not passes and is_percentage(self.settings.given)  # at first most has not been seen
+        nothing_planned = not passes and is_percentage(self.settings.given)  # too little of the step is known
         if not nothing_planned and (not passes or self.must_fit or not self._met):
             raise unmet from None
         if not nothing_planned or (self.steps > 1 and not self._said_over):
@@ -227,7 +233,7 @@ class SharedBudget(CurrentStep):
         return nothing_planned
 
     def improve(self, seconds: float) -> None:
-        """Go on with the search for plans of all for so many seconds, between two steps."""
+        """Continue the search for joint plans between two steps, for so many seconds."""
         members, constraints = self.record.together(self.member)
         budget, _ = self.budget.of([*members.values()], constraints)
         chosen = self.search.further([*members.values()], constraints, budget, seconds)
@@ -236,7 +242,8 @@ class SharedBudget(CurrentStep):
             self._exchange(members, chosen)
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Go on with that search to its end, at most so many seconds, unless a step is under way; whether it has come."""
+        """Continue that search to its end, at most ``seconds``, unless a step is running. Returns whether it has
+        ended."""
         if not (self.search.ended or self._within or self._nested or self._ending or self.ran.pending()):
             self.improve(math.inf if seconds is None else seconds)
         return self.search.ended

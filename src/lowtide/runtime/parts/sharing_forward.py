@@ -1,4 +1,4 @@
-"""The planned ``forward`` of one of several programs that share a budget."""
+"""The planned ``forward`` of a program that shares a budget with others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from lowtide.runtime.programs.kin import FamilyCall
 
 
 class SharingForward(Planned):
-    """A module that runs by the plans of ``shared``. ``more_follow``: others run after it in the same step."""
+    """A module that runs by the plans of ``shared``. ``more_follow``: whether other programs run after it in the same
+    step."""
 
     more_follow = True
     shares_budget = True
@@ -36,7 +37,7 @@ class SharingForward(Planned):
         super().__init__(module, dataclasses.replace(shared.settings, planning="wait"))
         self.shared = shared
         self.adapts = shared.settings.adapts
-        self._replaced: Entry | None = None  # by what is being planned in the backward pass
+        self._replaced: Entry | None = None  # the entry that a plan made in the backward pass replaces
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         parameters = (one for _, module in named_modules(self.model) for one in module._parameters.values())
@@ -58,16 +59,16 @@ class SharingForward(Planned):
     def _make(
         self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
     ) -> Entry:
-        collect_young()  # of what code between programs has left
+        collect_young()  # free garbage of code between programs
         self.shared.count()
         before = allocated_bytes(self.shared.between.device) or 0
         with collector_held():
             made = super()._make(key, sample, old, mask)
-            collect_young()  # which is neither kept nor memory of code between programs
+            collect_young()  # free the capture's garbage, which must not count as kept
         kept = (allocated_bytes(self.shared.between.device) or 0) - before
         if kept >= 0:
             self.shared.between.set_aside(kept)
-        else:  # of older garbage, some has been collected
+        else:  # older garbage was freed too
             self.shared.count()
         return made
 
@@ -82,7 +83,7 @@ class SharingForward(Planned):
         return program, self.shared.plan(self, program, self._replaced, self.more_follow, costs)
 
     def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
-        """In the backward pass, in the place of what ran in the forward pass."""
+        """Make the entry in the backward pass, in place of the one that ran forward."""
         with replaced(self, "_replaced", old):
             new = super().entry_for(mask, old, inputs)
         for one in self.shared.ran:
@@ -92,6 +93,6 @@ class SharingForward(Planned):
 
 
 def device_of(values: Iterable[Any]) -> torch.device:
-    """The first among the tensors' that is no CPU, else the CPU."""
+    """The device of the first tensor that is not on a CPU, else the CPU."""
     devices = (value.device for value in values if isinstance(value, torch.Tensor))
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

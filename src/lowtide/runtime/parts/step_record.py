@@ -1,4 +1,4 @@
-"""What ran in a step, for planning the next ones; of a model whose steps differ, the fullest step that they make up."""
+"""A record of what ran in a step, to plan the next ones. If steps differ, it is the union of them: the fullest step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lowtide.sharing.assignment import saved_fraction
 from lowtide.sharing.pass_budget import StepBudget
 
 Key = tuple[int, int]
-Known = Callable[[ForwardPass], tuple[Member, Footprint]]  # the program of a pass, and what it takes by its plan
-Gap = tuple[int, tuple[ForwardPass, ...]]  # most bytes held by no program, and who waited for its backward pass
+Known = Callable[[ForwardPass], tuple[Member, Footprint]]  # the program of a pass, and its memory by its plan
+Gap = tuple[int, tuple[ForwardPass, ...]]  # most bytes held by no program, and the passes that waited then
 
 
 class StepRecord:
-    """``passes`` in order; ``gaps``: the most bytes that no program held while passes up to this one waited. ``over``: by
-    how many bytes they exceed the budget, and that, once that was asked."""
+    """``passes``: in order. ``gaps``: the most bytes that no program held while the passes up to this key waited.
+    ``over``: by how many bytes the passes exceed the budget, and the budget, once computed."""
 
     def __init__(self) -> None:
         self.passes: list[ForwardPass] = []
@@ -33,12 +33,13 @@ class StepRecord:
         return bool(self.passes or any(self.gaps.values()))
 
     def replace(self, ran: Sequence[ForwardPass], gaps: Sequence[Gap]) -> None:
-        """The last step alone."""
+        """Record the last step only."""
         self.passes, self.gaps = [], {}
         self.merge(ran, gaps, lambda _: 0)
 
     def merge(self, ran: Sequence[ForwardPass], gaps: Sequence[Gap], size: Callable[[ForwardPass], int]) -> None:
-        """Another step: what is new in it runs too, in its place; of what ran in both, the larger one by ``size`` counts."""
+        """Add another step: new passes are inserted in their place. Of a pass in both, the larger one by ``size`` is
+        kept."""
         place, places = 0, {one.key: number for number, one in enumerate(self.passes)}
         before = self.passes.copy(), self.gaps.copy()
         for one in ran:
@@ -63,14 +64,14 @@ class StepRecord:
             self.over = None
 
     def expect(self, expected: Callable[[list[ForwardPass]], list[ForwardPass]]) -> None:
-        """What may run besides, too."""
+        """Add passes that may run too."""
         passes = expected(self.passes)
         if passes is not self.passes:
             self.passes, self.over = passes, None
 
     def exchange(self, plans: Mapping[Entry, Plan]) -> None:
-        """Have programs run by these ``plans`` from now on: here as well, since a pass of a fuller step than the next ones may
-        not come again soon."""
+        """Use ``plans`` for these entries from now on. The record is updated too, since some of its passes may not run
+        again soon."""
         exchanged = {entry: with_plan(entry, plan) for entry, plan in plans.items()}
         for graph in dict.fromkeys(one.graph for one in self.passes):
             exchange(graph.entries, exchanged)
@@ -79,16 +80,16 @@ class StepRecord:
 
     @property
     def are_several(self) -> bool:
-        """Whether the plan of one program does not tell all."""
+        """Whether the plan of one program is not the whole picture."""
         return len(self.passes) > 1 or any(self.gaps.values())
 
     @property
     def most_between(self) -> int:
-        """The most that code between programs held."""
+        """The most bytes that code between programs held."""
         return max([*self.gaps.values(), *(max(one.between) for one in self.passes)], default=0)
 
     def constraints(self, order: Sequence[int]) -> list[Constraint]:
-        """Of the passes, by members in this ``order``, and of the gaps between."""
+        """The memory constraints of the passes and of the gaps between them. ``order``: the member of each pass."""
         places, waiting = {one.key: place for place, one in enumerate(self.passes)}, waiting_places(self.passes)
 
         between, released = [one.between for one in self.passes], [one.released_bytes for one in self.passes]
@@ -101,7 +102,7 @@ class StepRecord:
         return [*sequential_constraints(order, between, left_gradient_bytes(self.passes), waiting, released), *gaps]
 
     def exceeds(self, known: Known, budget: StepBudget) -> tuple[int, int]:
-        """By how much what ran exceeds the budget together, and that."""
+        """By how many bytes the recorded passes exceed the budget together, and the budget."""
         if self.over is None:
             constraints = self.constraints(range(len(self.passes)))
             taken = list(map(known, self.passes))
@@ -110,18 +111,19 @@ class StepRecord:
         return self.over
 
     def fraction_of(self, graph: Planned, known: Known, otherwise: float) -> float:
-        """Of what a program of ``graph`` would save, the part that it may: as much as it saves in the fullest step."""
+        """The fraction of its saved bytes that a program of ``graph`` may keep: as in the fullest step, else
+        ``otherwise``."""
         taken = [known(one) for one in self.passes if one.graph is graph]
         return min((saved_fraction([footprint], [member]) for member, footprint in taken), default=otherwise)
 
     def together(self, known: Known) -> tuple[dict[Entry, Member], list[Constraint]]:
-        """The programs of all passes, and what must fit."""
+        """The programs of all passes, and the constraints on them."""
         members = {one.entry: known(one)[0] for one in self.passes}
         places = {entry: place for place, entry in enumerate(members)}
         return members, self.constraints([places[one.entry] for one in self.passes])
 
     def infeasible(self, error: InfeasibleBudgetError, what: str, budget: int) -> InfeasibleBudgetError:
-        """``error`` of planning all passes together, in words. ``what`` they are."""
+        """The error for a joint plan of all passes that does not fit. ``what``: what to call them."""
         between, needed = self.most_between, f"{error.minimum_bytes} bytes"
         held = f", {between} of them for code between them, or gradients" if between else ""
         step = f"the {len(self.passes)} {what} of the step need {needed} together{held}"

@@ -1,4 +1,4 @@
-"""The submodules of a model: which of them are tried as parts, and what stands in the place of their ``forward`` meanwhile."""
+"""The submodules of a model: which are tried as parts, and how their ``forward`` is replaced."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict,
 
 
 def can_run_in_parts(model: nn.Module) -> bool:
-    """Whether it has submodules to try."""
+    """Whether the model has submodules to try."""
     return not any(map(is_sharded, model.modules())) and bool(tried_in(model))
 
 
 def tried_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The submodules, by their names, of which a plan for each alone could free something. What ``torch.compile`` has compiled
-    is none, nor what is inside of that: Dynamo would trace the plans. It leaves the model itself alone (``planned``)."""
+    """The submodules, with names, that a plan of their own could free memory for. Modules compiled by
+    ``torch.compile``, and those inside them, are left out: Dynamo would trace the plans. (It does not trace the planned
+    model itself.)"""
     first: dict[int, tuple[str, nn.Module]] = {}  # each module by its first name
     for name, module in named_modules(model):
         first.setdefault(id(module), (name, module))
@@ -39,24 +40,25 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _may_free(module: nn.Module) -> bool:
-    """Cells of recurrent networks are many operators, and called at each step of a loop."""
+    """Whether to try the module. Cells of recurrent networks are many operators, and run in each iteration of a
+    loop."""
     return isinstance(module, nn.RNNCellBase) or not (isinstance(module, _CONTAINERS) or is_one_operator(module))
 
 
 def is_one_operator(module: nn.Module) -> bool:
-    """Whether it is a layer of PyTorch's own, of which there is nothing to run again."""
+    """Whether it is a layer of PyTorch itself, with nothing to recompute."""
     plain = type(module).__module__.startswith("torch.nn.modules.") and not any(module._modules.values())
-    return plain and not isinstance(module, nn.RNNBase)  # which computes step by step
+    return plain and not isinstance(module, nn.RNNBase)  # computes many steps
 
 
 def list_of(model: nn.Module, name: str) -> str | None:
-    """The name of the list or dictionary of modules that the submodule of this ``name`` is in, if it is in one."""
+    """The name of the list or dictionary of modules that contains the submodule ``name``, if any."""
     parent, _, last = name.rpartition(".")
     return parent if last.isdigit() or isinstance(model.get_submodule(parent), nn.ModuleDict) else None
 
 
 def made_like(modules: Sequence[nn.Module]) -> Any:
-    """Equal for modules, each with those in it, of the same classes, and with the same switches and modes in attributes."""
+    """A key that is equal for lists of modules with the same classes, and the same booleans and texts in attributes."""
     return tuple(
         (
             type(one),
@@ -69,7 +71,7 @@ def made_like(modules: Sequence[nn.Module]) -> Any:
 
 @contextlib.contextmanager
 def forwards_given(given: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """Inside, modules have these in the place of their class's ``forward``, or with ``None`` that one."""
+    """A context in which modules have these ``forward`` attributes; ``None`` stands for that of the class."""
     before = [(module, module.__dict__.get("forward")) for module, _ in given]
     try:
         for module, forward in given:
@@ -88,5 +90,6 @@ def _set(module: nn.Module, forward: Any) -> None:
 
 
 def saves_otherwise() -> bool:
-    """Whether code between parts checkpoints or packs what is saved: it runs again without parts, as it must have run then."""
+    """Whether code between parts checkpoints or packs saved tensors. In a checkpoint's second run no parts are used, so
+    in the first run neither."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,1 +1,1 @@
-"""The planned programs of a module, by the signature of its calls: how they are found, made, kept and improved."""
+"""The planned programs of a module by signature of its calls: how they are found, made, kept and improved."""

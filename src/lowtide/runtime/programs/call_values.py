@@ -1,11 +1,11 @@
-"""Plain values among the arguments of calls that are other ones in every call: the weight of a term, a temperature, the number
-of a step, the name of a file, at the top or in containers and objects.
+"""Plain values among the arguments that differ in every call: the weight of a term, a temperature, the number of a
+step, the name of a file; as arguments, or inside containers and objects.
 
-A value belongs to the signature of a call until it is seen to change. From then on something stands in its place that every
-call has in common: what a number decides are conditions on it, what is computed with it is computed anew
-(``capture.python_state.guards.compared``), and of a text nothing is known but that nobody looks at it. Where the program does
-more with a value than this, it belongs to the signature again. Items of one list are one value in this, as are those of one
-name in the items of a list.
+A value belongs to the signature of a call until it changes. From then on, a stand-in takes its place that all calls
+share. What a number decides becomes a condition, and what is computed with it is computed anew
+(``capture.python_state.guards.compared``). A text may not be looked at. If a program does more with a value, the value
+belongs to the signature again. The items of one list count as one value here, as do values under one name in the items
+of a list.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from lowtide.objects.structure import Changing, Way
 from lowtide.program.scalars import CHANGING
 from lowtide.runtime.programs.entry import Sample
 
-_LONG = 256  # characters, of which a digest is kept
+_LONG = 256  # characters, from which on only a hash is kept
 
 
 class CallValues:
-    """Of one model. ``values``: what those that change are in the call that begins, by their ways among its arguments."""
+    """The changing values of one model's calls. ``values``: their values in the current call, by their way among the
+    arguments."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Integers among the arguments of Dynamo's graphs are sizes.
+        # Integer arguments of Dynamo's graphs are sizes.
         self._kinds = frozenset((float,) if isinstance(model, fx.GraphModule) else (*CHANGING, str, bytes))
         self.values: dict[Way, Any] = {}
         self._first: dict[Way, _First] = {}
-        self._changing: set[Way] = set()  # what ways have in common to those that change
-        self._fixed: set[Way] = set()  # and to those among these that belong to signatures again
+        self._changing: set[Way] = set()  # groups of ways whose values change
+        self._fixed: set[Way] = set()  # those of them that belong to the signature again
 
     def standing(self, arguments: Any) -> dict[Way, Changing]:
-        """What stands for those of a call with this structure of arguments that are other ones in other calls."""
+        """Stand-ins for the values in this structure of arguments that differ between calls."""
         found = [one for one in ways.values_in(arguments) if type(one[1]) in self._kinds]
         for way, value in found:
             first = self._first.get(way) or self._first.setdefault(way, _First.of(way, value))
@@ -53,13 +54,14 @@ class CallValues:
         return Changing(self.values, way, type(value))
 
     def settle(self, sample: Sample, captured: Captured) -> None:
-        """Have those belong to signatures again with which the program of this call does more than what is known."""
+        """Return values to the signature if the program of this call does more with them than stand-ins allow."""
         known = {name for kind, owner, name in captured.contract.conditions.compared() if owner == id(self.values)}
         self._fixed.update(map(ways.alike, sample.changing.keys() - known))
 
 
 class _First(NamedTuple):
-    """What there was first: of which ``kind``, what told it from others, and what its way has in common with other ways."""
+    """The first value seen: its ``kind``, a key of its content (``told``), and the group of ways that count as one
+    value."""
 
     kind: type
     told: Any
@@ -74,5 +76,5 @@ class _First(NamedTuple):
 
 
 def _told(value: Any) -> Any:
-    """What tells a value from others of its kind."""
+    """A key that tells values of one kind apart."""
     return hash(value) if isinstance(value, (str, bytes)) and len(value) > _LONG else value

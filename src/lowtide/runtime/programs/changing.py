@@ -1,11 +1,11 @@
-"""Inputs of planned calls that others write into before the backward pass.
+"""Inputs of planned calls that other code writes to before the backward pass.
 
-Eager reads in the backward pass what it saved; a plan may also read a buffer, an attribute or an argument again to compute
-what eager had saved. Where that is written into meanwhile (a memory of embeddings, a moving average that is updated after the
-call), it would find another value. So the first calls of a program read copies of such inputs, as far as the budget leaves room
-for them beside the plan, or the plans of all parts, and all later ones copies of those that changed. Buffers that their module
-writes itself, outside of ``forward``, are copied in any case, as are what is small of a part and, in its first call, in which
-operators are measured, its arguments.
+In the backward pass, eager reads what it saved. A plan may instead read a buffer, an attribute or an argument again, to
+recompute what eager saved. If that was written to meanwhile (a memory of embeddings, a moving average updated after the
+call), the plan would read a wrong value. So the first calls of a program read copies of such inputs, as far as the
+budget has room beside the plan (or the plans of all parts). Later calls read copies only of inputs that changed. Copied
+in any case: buffers that their module writes outside of ``forward``, small inputs of parts, and in a part's first call,
+which measures operators, its arguments.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lowtide.program.distributed.local import spec_of
 from lowtide.runtime.programs.entry import Entry
 
 _FIRST_CALLS = 2
-_SMALL_OF_PART = 1 << 20  # bytes; what is larger is copied only where it is known to change
+_SMALL_OF_PART = 1 << 20  # bytes; larger inputs are copied only if known to change
 _FORWARD = ("forward", "__init__")
 
 
 class Copying(Protocol):
-    """What calls copies for, within a budget: a model, or with ``shares_budget`` one of several parts."""
+    """What calls copy inputs for: a model, or with ``shares_budget`` one of several parts."""
 
     shares_budget: bool
 
@@ -41,13 +41,13 @@ class Copying(Protocol):
 
 
 class ChangingInputs:
-    """``changed``: names of buffers, or numbers of other inputs, that were seen to change between the two passes."""
+    """``changed``: names of buffers, or numbers of arguments, that were seen to change between the two passes."""
 
     def __init__(self) -> None:
         self.changed: set[str | int] = set()
 
     def copied(self, entry: Entry, inputs: Sequence[torch.Tensor], owner: Copying) -> tuple[int, ...]:
-        """The flat inputs that a call of the ``owner`` by this program is to copy."""
+        """The flat inputs that a call of ``owner`` by this entry has to copy."""
         early = entry.calls < _FIRST_CALLS
         if not early and not self.changed:
             return ()
@@ -65,7 +65,8 @@ class ChangingInputs:
         return tuple(sorted(found))
 
     def note(self, entry: Entry, changed: Mapping[int, torch.Tensor]) -> bool:
-        """These were written into since the forward pass; whether calls read copies of all of them from now on."""
+        """These inputs were written to since the forward pass. Returns whether later calls will read copies of all of
+        them."""
         self.changed.update(_key(entry.program, i) for i in changed)
         return all(i in _read_again(entry) and _can_be_copied(tensor) for i, tensor in changed.items())
 
@@ -77,7 +78,8 @@ def _read_again(entry: Entry) -> tuple[int, ...]:
 
 
 def _can_be_copied(tensor: torch.Tensor) -> bool:
-    """Whether a copy takes its place for every operator. Parameters, as ``torch.compile`` has them, are not copied."""
+    """Whether a copy can replace the tensor for every operator. Parameters (inputs in ``torch.compile``) are not
+    copied."""
     if isinstance(tensor, nn.Parameter):
         return False
     lazy = tensor.is_conj() or tensor.is_neg()
@@ -85,7 +87,7 @@ def _can_be_copied(tensor: torch.Tensor) -> bool:
 
 
 def _may_change(model: nn.Module, key: str | int) -> bool:
-    """Whether an input is a buffer that its module names where others call it and something is written."""
+    """Whether an input is a buffer that its module names in a method that writes something."""
     if isinstance(key, int):
         return False
     owner, _, name = key.rpartition(".")
@@ -95,14 +97,14 @@ def _may_change(model: nn.Module, key: str | int) -> bool:
 
 @functools.cache
 def _named_by_writers(kind: Any) -> frozenset[str]:
-    """What those methods of a module's class name that write something, ``forward`` and what makes a module excepted."""
+    """The names used by those methods of a module's class that write something, except ``forward`` and ``__init__``."""
     members = (vars(each).get(name) for each in kind.__mro__ if each not in nn.Module.__mro__ for name in vars(each))
     functions = (one for one in members if isinstance(one, types.FunctionType) and one.__name__ not in _FORWARD)
     return frozenset(name for function in functions if _writes(function) for name in function.__code__.co_names)
 
 
 def _writes(function: types.FunctionType) -> bool:
-    """Whether a function sets an attribute, an item or a slice, or calls what has the name of an in-place operator."""
+    """Whether a function sets an attribute, an item or a slice, or calls a function named like an in-place operator."""
     operators = {item.opname for item in dis.get_instructions(function)} & {"STORE_SUBSCR", "STORE_SLICE", "STORE_ATTR"}
     return bool(operators) or any(name.endswith("_") and name[:1] != "_" for name in function.__code__.co_names)
 
@@ -113,8 +115,8 @@ def _key(program: Program, i: int) -> str | int:
 
 
 def _only_read_again(program: Program) -> tuple[int, ...]:
-    """Inputs beside parameters that operators of the forward pass read, and none of the backward pass: eager does not save
-    them. Of what the program updates itself, it keeps copies, or reads it as it is then."""
+    """Inputs other than parameters that only operators of the forward pass read: eager does not save them. Excludes
+    what the program itself updates, as it handles the old values of these."""
     graph = program.graph
     known = {graph.values[value].storage for op in graph.ops[graph.forward_ops :] for value in op.inputs}
     known |= {graph.values[op.inputs[0]].storage for op in graph.ops if op.target == UPDATE_TARGET}

@@ -1,4 +1,4 @@
-"""What a plan is made for and runs: a signature of calls, a sample of them, and the planned program."""
+"""Entries: what a plan is made for (a signature, a sample call) and the planned program that runs."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
 Signature = tuple[Any, ...]
-_MOST_SCHEDULES = 8  # that are offered to siblings
-_GAIN = 0.005  # of the time of a step, from which another's schedule is taken over
+_MOST_SCHEDULES = 8  # kept for siblings
+_GAIN = 0.005  # least share of step time saved to take over a sibling's schedule
 Names = tuple[tuple[str, ...], ...]
 
 
 def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], names: Names, tree: Any) -> Signature:
-    """Structure and non-tensor values of the call (``tree``), names of the model's tensors, layout and distribution of every
-    flat input, flags of the modules, autocast and modes. Raises ``PlanError`` for a call without memory."""
+    """The key of calls that one program may serve: names of the model's tensors, structure and plain values of the call
+    (``tree``), layout and distribution of every flat input, flags of the modules, autocast and other modes. Raises
+    ``PlanError`` for a call on the meta device."""
     device_type, specs = device_of_inputs(inputs).type, specs_of(inputs)
     if device_type == "meta":
         raise PlanError(
@@ -74,7 +75,7 @@ def signature(modules: Sequence[nn.Module], inputs: Sequence[torch.Tensor], name
 
 
 def _attributes(tensors: Sequence[torch.Tensor], specs: Sequence[Any]) -> tuple[Any, ...]:
-    """What Python code put on tensors that are not distributed, where it did on one."""
+    """Python attributes set on tensors that are not distributed; empty if no tensor has any."""
     found = [*map(vars, tensors)]
     if not any(found):
         return ()
@@ -83,20 +84,20 @@ def _attributes(tensors: Sequence[torch.Tensor], specs: Sequence[Any]) -> tuple[
 
 
 def describe(inputs: Sequence[torch.Tensor], states: int) -> str:
-    """The call's tensors in a few words, for messages."""
+    """Data types and shapes of the call's tensors as a short text, for messages."""
     tensors = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs[states:]]
     return ", ".join(tensors) or "no tensors"
 
 
 class Sample(NamedTuple):
-    """A call as it was given, and what stands for values in it that are other ones in every call (``objects.ways``)."""
+    """A call as it was given. ``changing``: stand-ins for values in it that differ in every call (``objects.ways``)."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     changing: Mapping[Way, Changing] = MappingProxyType({})
 
     def standing(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments with these in their places, in copies of what they are in."""
+        """The arguments with the stand-ins in place of these values, in copies of their containers."""
         if not self.changing:
             return self.args, self.kwargs
         tensors, arguments = structure.flatten((tuple(self.args), dict(self.kwargs)))
@@ -106,9 +107,10 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory ends the process
 class KeptSample:
-    """A call to capture again, for other gradients, in the ``autocast`` state that it had. Shapes suffice for that, so of its
-    floating ``tensors`` the memory is not kept; but values answer questions, so the integers stay. ``given``: its values that
-    are no tensors; ``held``: what its objects held; ``values``: what those were in it that are other ones in every call."""
+    """A call kept to be captured again for other gradients, with its ``autocast`` state. Floating ``tensors`` keep only
+    their shape; integers keep their values, because code may ask for them. ``given``: a fingerprint of the plain
+    values; ``held``: the content of objects among the arguments; ``values``: the call's values where each call has
+    others."""
 
     tensors: Sequence[torch.Tensor]
     arguments: Any
@@ -129,12 +131,12 @@ class KeptSample:
         return KeptSample(hollow, arguments, fingerprint(arguments), held, autocast, values)
 
     def on(self, model: nn.Module) -> Sample:
-        """The call, with the parameters and buffers of now where they are arguments."""
+        """The call, with the model's current parameters and buffers where they are arguments."""
         return Sample(*rebuilt(self.arguments, model_state(model).registered, self.tensors))
 
     @contextlib.contextmanager
     def with_values(self) -> Iterator[None]:
-        """Inside, values that are other ones in every call are what they were in this one."""
+        """A context in which the stand-ins have the values of this call."""
         standing = structure.changing(self.arguments)
         now = [dict(one.values) for one in standing]
         for one, value in zip(standing, self.values, strict=True):
@@ -147,21 +149,26 @@ class KeptSample:
 
     @property
     def is_as_given(self) -> bool:
-        """Whether objects among the arguments are what they were when the call was kept."""
+        """Whether objects among the arguments are unchanged since the call was kept."""
         return bool(fingerprint(self.arguments) == self.given)
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A planned program, ready to run for the calls with signature ``key`` on which one of ``conditions`` holds, the last used
-    first. ``captured`` is the program before there were kernels in it, and ``sample`` what it was captured with. ``for_masks``:
-    the entries for the same calls whose gradients arrive otherwise, which share this, the conditions and what was captured for
-    these (``captured_for``, which lasts where all are planned anew). ``before``: attributes
-    of the model as the latest call found them. ``plan`` and ``lowered`` are exchanged where a better plan was found.
-    ``version``: the schedules of its ``siblings`` that it knows; ``used``: when, by the count of all calls; ``calls``
-    of its own, and when it was ``made``. ``arena``: where its tensors have their places, if there is one. ``most_bytes`` of
-    the settings that it was planned by. ``read_again``: see ``programs.changing``, once that was asked for. ``kin``: see there,
-    the kind of its calls, and the shapes of their tensors."""
+    """A planned program for calls with signature ``key`` on which one of ``conditions`` holds (last used first).
+
+    - ``captured``: the program without compiled kernels; ``sample``: the call it was captured with.
+    - ``for_masks``: entries for the same calls with other incoming gradients. They share this mapping, the conditions
+      and ``captured_for``, which is what was captured for each and survives new plans.
+    - ``before``: attributes of the model as the latest call found them. ``read_again``: see ``programs.changing``, once
+      known.
+    - ``plan`` and ``lowered`` change when a better plan is found. ``version``: the version of ``siblings`` already
+      considered.
+    - ``used``: number of the latest call, counting all calls; ``calls``: number of own calls; ``made``: when, in
+      seconds.
+    - ``arena``: the block its tensors lie in, if any. ``most_bytes``: that of the settings it was planned with.
+    - ``kin``: the ``Kin`` of its calls (see ``programs.kin``) and the shapes of their tensors.
+    """
 
     key: Signature
     captured: Captured
@@ -184,9 +191,9 @@ class Entry:
 
     @contextlib.contextmanager
     def call_as_it_was(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model and the process are in the modes of the forward pass, and objects among the arguments hold what
-        they held: code that ran since may have written into them. Raises ``ExecutionError`` where something else that the
-        program depends on has been changed."""
+        """A context that restores the modes of the forward pass and the content of objects among the arguments: code
+        may have changed them since. Raises ``ExecutionError`` if anything else that the program depends on has
+        changed."""
         modules, (_, _, _, modes, fixed, *_) = [*model.modules()], self.key
         changed = "hooks of all modules" if fixed != fixed_modes() else ""
         changed = changed or ("" if len(modules) == len(modes[0]) else "submodules have come or gone")
@@ -202,7 +209,8 @@ class Entry:
                 yield
 
     def with_its_numbers(self, captured: Captured, model: nn.Module) -> Captured:
-        """Its call, ``captured`` anew. Raises ``ExecutionError`` where a number is a constant that was an input."""
+        """Return ``captured``, a new capture of this entry's call. Raises ``ExecutionError`` if a number that was an
+        input of the program is a constant now."""
         if captured.contract.numbers != self.captured.contract.numbers:
             names = [one.text if isinstance(one, Read) else "a drawn number" for one in self.captured.contract.scalars]
             raise _changed_before_backward(model, f"{named(names)}, which it computes with")
@@ -214,18 +222,18 @@ class Entry:
 
     @property
     def states(self) -> int:
-        """How many of the flat inputs are the model's."""
+        """How many of the flat inputs belong to the model."""
         return len(self.key[0])
 
     def goes(self, expected: Sequence[bool | None], modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> bool:
-        """Whether it is for a call whose first checks of values go like this."""
+        """Whether it is for a call whose first checks of values go as ``expected`` says."""
         goes = self.captured.contract.conditions.go(expected)
         return goes and any(one.hold(modules, inputs, {}) for one in self.conditions)
 
 
 class Owner(Protocol):
-    """The programs of a model, by the signature of their calls (``programs.Programs``). Plans are made as ``settings`` say at
-    that time. ``shares_budget``: with others, so that it cannot be lowered for them alone."""
+    """What entries need of the ``programs.Programs`` that own them. ``settings``: used for each new plan.
+    ``shares_budget``: the budget is shared with other programs, so it cannot be lowered for these alone."""
 
     settings: Settings
     entries: dict[Signature, list[Entry]]
@@ -240,7 +248,7 @@ class Owner(Protocol):
 
 
 def new_call(model: nn.Module, inputs: list[torch.Tensor], states: int, known: Entry | None) -> str:
-    """That these inputs are a call which there is no plan for, in words. ``known``: for calls with the same signature."""
+    """A message: there is no plan for a call with these inputs. ``known``: an entry with the same signature."""
     what = f"a call with {describe(inputs, states)} has another"
     if known is None:
         return f"{what} signature than the planned ones"
@@ -255,12 +263,12 @@ def _changed_before_backward(model: nn.Module, changed: str) -> ExecutionError:
 
 
 def with_plan(entry: Entry, plan: Plan | None) -> Entry:
-    """The entry run by ``plan``, or as it was."""
+    """A copy of the entry with ``plan``, or the entry itself if ``plan`` is ``None``."""
     return replace(entry, plan=plan, lowered=lowered(entry.program, plan, entry.arena)) if plan else entry
 
 
 def exchange(known: Mapping[Signature, list[Entry]], exchanged: Mapping[Entry, Entry]) -> None:
-    """Put other entries for the same calls in the place of those of a model."""
+    """Replace entries of a model by others for the same calls."""
     for entries in known.values():
         entries[:] = [exchanged.get(entry, entry) for entry in entries]
         for entry in entries:
@@ -269,14 +277,15 @@ def exchange(known: Mapping[Signature, list[Entry]], exchanged: Mapping[Entry, E
 
 
 class Siblings:
-    """The schedules of programs that are the same operators at other sizes: each is one for all. ``version`` counts them."""
+    """Schedules of programs with the same operators at other sizes: each is valid for all of them. ``version`` counts
+    additions."""
 
     def __init__(self) -> None:
         self.schedules: list[Schedule] = []
         self.version = 0
 
     def keep(self, entry: Entry) -> None:
-        """Offer the schedule of ``entry``, which is one of them, to the others from now on."""
+        """Add ``entry`` to the siblings and offer its schedule to the others."""
         entry.siblings = self
         if entry.plan.schedule not in self.schedules:
             self.schedules = [*self.schedules, entry.plan.schedule][-_MOST_SCHEDULES:]
@@ -284,13 +293,13 @@ class Siblings:
         entry.version = self.version
 
     def take_over(self, entry: Entry, *, waits: bool) -> None:
-        """Give ``entry`` a schedule that was found for another since it was planned, where that is quicker. ``waits``: others
-        run between its two passes, in the room that it leaves now, so it may save no more by another."""
+        """Give ``entry`` a sibling's schedule that is quicker and fits. ``waits``: other programs run between its two
+        passes, so the new schedule may not hold more bytes there than the present one."""
         entry.version, plan = self.version, entry.plan
         member = Member(entry.program, plan.costs)
         saved = member.footprint(plan.schedule).saved_bytes if waits else 0
         for schedule in self.schedules:
-            if schedule.moves and plan.costs.second_memory is None:  # a part that has room for all moves nothing
+            if schedule.moves and plan.costs.second_memory is None:  # planned without transfers, since everything fits
                 continue
             run = simulate(plan.graph, plan.costs, schedule)
             if run.peak_bytes > plan.budget_bytes or run.time_ns >= (1 - _GAIN) * plan.time_ns:
@@ -303,8 +312,8 @@ class Siblings:
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers and single numbers as they are, since they answer questions, and sparse and conjugated ones; else a tensor of
-    the layout without memory."""
+    """The tensor without its memory, unless code may ask for its values (integers, single numbers) or it is sparse,
+    conjugated or negated."""
     if tensor.layout is not torch.strided:
         return tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -316,8 +325,8 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lowered(program: Program, plan: Plan, arena: Arena | None) -> Lowered:
-    """``program`` by the schedule of ``plan``, in ``arena``, if there is one. Where the addresses do not fit the budget it
-    runs without, which the log says."""
+    """Lower ``program`` by the schedule of ``plan``, with ``arena`` if given. If the addresses exceed the budget, log a
+    warning and do without the arena."""
     memory, beside, device = plan.costs.second_memory, plan.costs.collectives_beside, program_device(program)
     if plan.schedule.moves and memory is not None:
         opened = functools.partial(open_memory, memory.name, device)

@@ -1,5 +1,5 @@
-"""Programs with the updates of an optimizer in them, as they fit a budget: with all of its states there, with some in a second
-memory between updates, or without updates."""
+"""Fit programs with optimizer updates into a budget: with all optimizer states in memory, with some in a second memory
+between updates, or without updates."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 from lowtide.settings import Settings, searches
 from lowtide.sharing.agreement import several_processes
 
-_CHEAP = 0.02  # overhead of a plan, up to which no state moves for less
-_SHARES = (0.0, 1.0, 0.5)  # of the bytes of states, that move
+_CHEAP = 0.02  # up to this overhead of a plan, no states are moved to lower it
+_SHARES = (0.0, 1.0, 0.5)  # shares of the states' bytes to try moving
 Planned = Callable[[Finish], tuple[Program, Plan]]
 
 
 def with_updates(owner: Owner, program: Program, updated: Sequence[int], share: float | None = None) -> Program:
-    """``program`` with updates of the flat inputs ``updated``, ``share`` of the states moving: by default as now."""
+    """``program`` with updates of the flat inputs ``updated``. ``share`` of the states moves; by default the present
+    share."""
     optimizer = owner.optimizer
     if optimizer is None:
         return program
@@ -35,12 +36,12 @@ def with_updates(owner: Owner, program: Program, updated: Sequence[int], share: 
 
 
 def fitted(owner: Owner, program: Program, updated: Sequence[int], planned: Planned) -> tuple[Program, Plan]:
-    """What ``planned`` finds for ``program`` with updates of the flat inputs ``updated``; without, where these do not let it
-    meet the budget. Raises ``InfeasibleBudgetError``."""
+    """What ``planned`` finds for ``program`` with updates of the flat inputs ``updated``, or without updates if it does
+    not fit with them. Raises ``InfeasibleBudgetError``."""
     optimizer = owner.optimizer
     if optimizer is None:
         return planned(lambda one: one)
-    if optimizer.gradients is not None:  # which stay, where they can
+    if optimizer.gradients is not None:  # gradients stay in memory if they fit
         with contextlib.suppress(InfeasibleBudgetError):
             return _with_states(owner, optimizer, (), planned)
     try:
@@ -60,8 +61,8 @@ def fitted(owner: Owner, program: Program, updated: Sequence[int], planned: Plan
 def _with_states(
     owner: Owner, optimizer: UpdatingOptimizer, updated: Sequence[int], planned: Planned
 ) -> tuple[Program, Plan]:
-    """What is found with as many states in the second memory as are there already, for all programs, or with all; of the first
-    program, where some could be there, with as many as a quick search finds best."""
+    """The plan found with the present share of states in the second memory, else with all of them. For the first
+    program, if states can move, a quick search chooses the share."""
     now = _share(optimizer)
     shares = sorted({now, 1.0 if now else 0.0})
     if not now and _may_move(optimizer):
@@ -82,7 +83,7 @@ def _with_states(
 
 
 def _ranked(owner: Owner, optimizer: UpdatingOptimizer, updated: Sequence[int], planned: Planned) -> list[float]:
-    """The shares of the states with which a quick search meets the budget, the quickest first."""
+    """The shares of states with which a quick search meets the budget, quickest first."""
     times: dict[float, int] = {}
     for share in _SHARES:
         settings = _settings(owner, optimizer, share)
@@ -92,7 +93,7 @@ def _ranked(owner: Owner, optimizer: UpdatingOptimizer, updated: Sequence[int], 
             program, plan = _planned(owner, settings, updated, planned, share)
         except InfeasibleBudgetError:
             if share:
-                break  # with fewer of them it does not fit either
+                break  # fewer moved states do not fit either
             continue
         times[share] = plan.time_ns + (0 if program.updated else _transfers_ns(plan, settings.moved_bytes))
         if not share and plan.overhead <= _CHEAP:
@@ -101,7 +102,7 @@ def _ranked(owner: Owner, optimizer: UpdatingOptimizer, updated: Sequence[int], 
 
 
 def _transfers_ns(plan: Plan, nbytes: int) -> int:
-    """How long states come and go for a step after the pass, where little is computed beside them."""
+    """Time to fetch and store the states in a step after the pass, where little computation hides it."""
     memory = plan.costs.second_memory
     return 0 if memory is None or not nbytes else memory.fetch_ns(nbytes) + memory.offload_ns(nbytes)
 
@@ -109,18 +110,18 @@ def _transfers_ns(plan: Plan, nbytes: int) -> int:
 def _planned(
     owner: Owner, settings: Settings, updated: Sequence[int], planned: Planned, share: float
 ) -> tuple[Program, Plan]:
-    """What ``planned`` finds as ``settings`` say, with ``share`` of the states in the second memory."""
+    """What ``planned`` finds with ``settings`` and ``share`` of the states in the second memory."""
     with replaced(owner, "settings", settings):
         return planned(lambda program: with_updates(owner, program, updated, share))
 
 
 def _share(optimizer: UpdatingOptimizer) -> float:
-    """How many of the states lie in the second memory."""
+    """The share of the states that lies in the second memory."""
     return 0.0 if optimizer.states is None else optimizer.states.share
 
 
 def _may_move(optimizer: UpdatingOptimizer) -> bool:
-    """Whether states could lie there: not of ranks, which would have to agree."""
+    """Whether states could move; not with several processes, which would have to agree."""
     return optimizer.states is not None and not several_processes() and optimizer.states.has_room()
 
 

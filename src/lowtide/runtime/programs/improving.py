@@ -1,4 +1,4 @@
-"""Plans that get better while training runs: one search at a time in the background, its plans exchanged between calls."""
+"""Plans that improve while training runs: one background search at a time, whose plans are exchanged between calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.05
 
 
 class Improving:
-    """The searches for the entries of one model. The latest entry comes first: it is the one that is being trained with."""
+    """The searches for the entries of one model. The latest entry is searched first, because training uses it now."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,13 +32,13 @@ class Improving:
         self._lock = threading.RLock()
 
     def add(self, entry: Entry, request: PlanRequest) -> None:
-        """Search for a better plan than that of ``entry``, which ``request`` asks for."""
+        """Search for a better plan for ``entry``, as ``request`` describes."""
         with self._lock:
             self._waiting.append((entry, request))
             self._begin()
 
     def exchange(self, called: Entry | None = None) -> None:
-        """Put what has been found in force, before ``called`` is. A step that has begun ends under its plan."""
+        """Use plans found so far, before ``called`` runs. A step that has begun ends under its old plan."""
         if self._search is None or not self._lock.acquire(blocking=False):
             return
         try:
@@ -53,7 +53,7 @@ class Improving:
             self._lock.release()
 
     def drop(self, entry: Entry) -> None:
-        """Do not begin to search for ``entry`` any more."""
+        """Remove ``entry`` from the waiting searches."""
         with self._lock:
             self._waiting = [one for one in self._waiting if one[0] is not entry]
 
@@ -61,10 +61,10 @@ class Improving:
         self._put(entry, plan, lowered)
 
     def _over(self, entry: Entry) -> None:
-        """The search for ``entry`` has ended, or cannot begin."""
+        """The search for ``entry`` has ended, or could not start."""
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until there is nothing left to search for, at most so many seconds; whether that is so."""
+        """Wait until no search is left, at most ``seconds``. Returns whether that is so."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             self.exchange()
@@ -75,7 +75,7 @@ class Improving:
                 return False
 
     def stop(self) -> None:
-        """End all searches now; the plans in force stay."""
+        """End all searches now; plans in use stay."""
         with self._lock:
             self._waiting.clear()
             if self._search is not None:
@@ -95,7 +95,7 @@ class Improving:
                 self._over(entry)
 
     def _put(self, entry: Entry, plan: Plan, lowered: Lowered) -> None:
-        if plan.time_ns > entry.plan.time_ns:  # it has taken over a quicker schedule meanwhile
+        if plan.time_ns > entry.plan.time_ns:  # the entry got a quicker schedule meanwhile
             return
         better = plan.time_ns < entry.plan.time_ns
         entry.plan, entry.lowered = plan, lowered
@@ -109,14 +109,15 @@ class Improving:
 
 
 class ImprovingTogether(Improving):
-    """The same for several processes that train together: one searches for all, and all exchange a plan at the same call."""
+    """The same for several processes that train together: one process searches, and all exchange a plan at the same
+    call."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._led: dict[Entry, Successors] = {}
-        self._heard: dict[Entry, Successors] = {}  # more may come of them
-        self._pending: dict[Entry, tuple[int, Plan, Lowered]] = {}  # and the call at which they are exchanged
-        self._next: dict[Entry, tuple[Plan, Lowered]] = {}  # found, and published after what is pending
+        self._heard: dict[Entry, Successors] = {}  # searched for by another process
+        self._pending: dict[Entry, tuple[int, Plan, Lowered]] = {}  # the call of the exchange, and the plan
+        self._next: dict[Entry, tuple[Plan, Lowered]] = {}  # to be published after the pending plan
 
     def add(self, entry: Entry, request: PlanRequest) -> None:
         successors = Successors(entry.program, entry.plan)
@@ -139,7 +140,7 @@ class ImprovingTogether(Improving):
                 self._publish(called, *self._next.pop(called))
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until the searches of all have ended; what was found is in force a few calls later."""
+        """Wait until the searches of all processes have ended. Found plans take effect a few calls later."""
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         ended = super().wait(seconds)
         while ended and not all(successors.have_ended() for successors in self._heard.values()):
@@ -174,7 +175,7 @@ class ImprovingTogether(Improving):
         self._pending[entry] = self._led[entry].publish(plan, entry.calls), plan, lowered
 
     def _hear(self, entry: Entry) -> None:
-        """Of the next plan that the leader has published."""
+        """Take the next plan that the leading process has published, if any."""
         successors = self._heard[entry]
         told = successors.take()
         if told is not None:

@@ -1,9 +1,9 @@
-"""Calls that differ in the sizes of their tensors alone: captured once for all sizes, and plans found for one serve the others.
+"""Calls that differ only in tensor sizes: captured once for all sizes, and plans found for one size serve the others.
 
-The first two calls of a kind are captured by themselves. The third one, of other sizes (or with a mask that selects another
-number of rows), is captured with symbols for what varies (``capture.family``), and the capture before must come out of that
-again. From then on a call of new sizes is neither traced nor measured: its program is the family's at these sizes, its costs
-follow from those that were measured, and its plan is the quickest known schedule that fits it.
+The first two calls of a kind are captured by themselves. The third, with other sizes (or with a mask that selects
+another number of rows), is captured with symbolic sizes (``capture.family``). This family must reproduce the capture
+before it. From then on, a call of new sizes is neither traced nor measured: its program is the family's at these sizes,
+its costs follow from measured ones, and its plan is the quickest known schedule that fits.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from lowtide.runtime.programs.entry import Entry, Sample, Siblings, Signature
 from lowtide.stage_times import stage
 
 _LOG = logging.getLogger(__name__)
-_ALONE = 2  # shapes that are captured by themselves: a short last batch is no reason for more
-_MOST_FIXED = 2  # families that turn out to be of one call alone
-_MOST_VAIN = 2  # families that no other call was of: lengths among the arguments, say, are others in each
-_MOST = 5  # families of a kind: sizes vary later, or make for other programs
-_MOST_KINDS = 16  # of calls of one model
-_MOST_SHAPES = 1000  # that are known to have been met
+_ALONE = 2  # shapes captured by themselves: a short last batch alone makes no family
+_MOST_FIXED = 2  # families that turn out to be valid for one call only
+_MOST_VAIN = 2  # families that no other call belonged to: lengths among the arguments may differ in each call
+_MOST = 5  # families of a kind: other sizes may begin to vary, or lead to other programs
+_MOST_KINDS = 16  # kinds of calls kept per model
+_MOST_SHAPES = 1000  # shapes remembered per kind
 _MOST_MEASURED = 4  # sizes whose costs are kept
-_MOST_SEARCHES = 4  # in the background, and further ones for larger sizes
+_MOST_SEARCHES = 4  # background searches, not counting those for larger sizes
 
 
 @dataclass(eq=False)
 class Alike:
-    """Programs of the same ``operators`` at other sizes, and what is known of them: costs that were ``measured``, schedules."""
+    """Programs with the same ``operators`` at other sizes, and what is known of them: ``measured`` costs, schedules,
+    and how many ``searches`` were made."""
 
     operators: Any = None
     siblings: Siblings = field(default_factory=Siblings)
     measured: list[Measured] = field(default_factory=list)
     searches: int = 0
-    largest_ns: int = 0  # of the programs that were searched for
+    largest_ns: int = 0  # longest operator time of a searched program
 
     def join(self, entry: Entry, *, measured: bool) -> None:
-        """``entry`` is one of them, its costs ``measured`` or following from others'. Where it has other operators (states of
-        an optimizer move from now on), those that follow will have them, too."""
+        """Add ``entry``, whose costs were ``measured`` or derived from others. If it has other operators (states of an
+        optimizer move from now on), start over with these: later programs will have them too."""
         if not self.tells_of(entry.program):
             self.operators, self.siblings, self.measured, measured = operators(entry.program), Siblings(), [], True
         if measured:
@@ -62,16 +63,17 @@ class Alike:
         self.siblings.keep(entry)
 
     def tells_of(self, program: Program) -> bool:
-        """Whether ``program`` is one of them."""
+        """Whether ``program`` has these operators."""
         return bool(self.operators == operators(program))
 
     @property
     def tells(self) -> bool:
-        """Whether costs at other sizes follow from those that are known."""
+        """Whether enough costs were measured to derive those at other sizes."""
         return len(self.measured) >= _ALONE
 
     def wants_search(self, entry: Entry) -> bool:
-        """Whether to search for a better plan for ``entry``: what is found serves all, so few searches do."""
+        """Whether to search for a better plan for ``entry``. A plan found for one serves all, so few searches
+        suffice."""
         total_ns = entry.plan.costs.total_time_ns
         if self.searches >= _MOST_SEARCHES and total_ns <= 1.1 * self.largest_ns:
             return False
@@ -82,19 +84,19 @@ class Alike:
 
 @dataclass(eq=False)
 class Branch(Alike):
-    """Those of a family, which so many calls of other sizes or values have ``met``."""
+    """The programs of one ``family``. ``met``: how many calls of new sizes or values belonged to it."""
 
     family: SymbolicFamily = field(kw_only=True)
     met: int = 0
 
     @property
     def is_vain(self) -> bool:
-        """Whether only the call that it was captured for has been one of it."""
+        """Whether only the call that the family was captured for belonged to it."""
         return self.met <= 1
 
 
 class FamilyCall(NamedTuple):
-    """A call of a family: what a capture of it would give."""
+    """A call that belongs to a family. ``captured``: what its own capture would give."""
 
     captured: Captured
     branch: Alike
@@ -102,9 +104,10 @@ class FamilyCall(NamedTuple):
 
 @dataclass(eq=False)
 class Kin:
-    """The calls of one kind. ``known``: the last that was captured by itself; ``sizes``: of the first that were, shapes and the
-    numbers of rows that data select; ``at_once``: all sizes may vary; ``fixed``: how often a family was of one call alone;
-    ``mask``: how gradients arrived where that was not as guessed, if calls of other sizes can have it, too."""
+    """The calls of one kind. ``known``: the last one captured by itself; ``sizes``: of the first ones, shapes and
+    numbers of rows that data select; ``at_once``: all sizes may vary; ``fixed``: how many families were valid for one
+    call only; ``mask``: how gradients arrived if not as predicted, provided that calls of other sizes can have it
+    too."""
 
     at_once: bool = False
     branches: list[Branch] = field(default_factory=list)
@@ -116,15 +119,15 @@ class Kin:
     mask: GradientMask | None = None
 
     def arrived(self, mask: GradientMask) -> None:
-        """In a backward pass gradients arrived like this: calls of other sizes are captured for that from now on."""
+        """Gradients arrived as ``mask`` says: capture calls of other sizes for this mask from now on."""
         any_size = all(isinstance(one, bool) or not any(one) for one in mask)
         self.mask = mask if any_size else None
 
     def member(
         self, shapes: Shapes, holds: Callable[[Captured], bool], asked: Callable[[HeldInputs, Question], Any]
     ) -> FamilyCall | None:
-        """The capture of a call with tensors of these ``shapes``, where a family has it and its conditions hold;
-        ``asked``: what is answered to a question, where some inputs are held in attributes."""
+        """The capture of a call with tensors of these ``shapes`` from a family whose conditions hold, or ``None``.
+        ``asked``: answers questions of families whose inputs are held in attributes."""
         for branch in self.branches:
             if self.mask not in (None, branch.family.mask):
                 continue
@@ -135,7 +138,7 @@ class Kin:
         return None
 
     def is_new(self, shapes: Shapes) -> bool:
-        """Whether a family should be captured for a call of these ``shapes``, which is no member of one."""
+        """Whether to capture a family for a call of these ``shapes``, which belongs to none."""
         enough = len(self.sizes) >= (1 if self.at_once else _ALONE)
         differs = shapes not in self.shapes or any(selected for _, selected in self.sizes)
         vain = sum(branch.is_vain for branch in self.branches)
@@ -143,14 +146,14 @@ class Kin:
         return enough and differs and more and not self._is_special(shapes)
 
     def _is_special(self, shapes: Shapes) -> bool:
-        """Whether a size that varies is 1 or 0 here, which makes a program of its own."""
+        """Whether a varying size is 0 or 1 here: this leads to another program."""
         return any(shapes[number][dim] <= 1 for number, dim in _varying([*self.shapes, shapes])[0])
 
     def extend(
         self, model: nn.Module, sample: Sample, shapes: Shapes, capture: Callable[[], Captured], terms_from: int | None
     ) -> None:
-        """Capture a family that has this call, and confirm it by the last call that was captured by itself; by this one, which
-        ``capture`` captures by itself, where that tells nothing."""
+        """Capture a family for this call, and confirm that it reproduces the last call captured by itself. If that call
+        tells nothing, confirm it with this one, which ``capture`` captures by itself."""
         assert self.known is not None
         entry, others = self.known
         seen = self.shapes if shapes in self.shapes else [*self.shapes, shapes]
@@ -173,7 +176,7 @@ class Kin:
                 if own.contract.numbers != entry.captured.contract.numbers:
                     family = captured(like=own)
                 confirmed = family.confirmed_by(own, shapes)
-        except Exception as error:  # noqa: BLE001 - by itself each shape can be captured all the same
+        except Exception as error:  # noqa: BLE001 - each shape can still be captured by itself
             self._give_up(model, f"{type(error).__name__}: {error}")
             return
         if not confirmed:
@@ -188,7 +191,8 @@ class Kin:
         _LOG.info("%s is captured anew for each shape: %s", type(model).__name__, why)
 
     def met(self, entry: Entry, shapes: Shapes, member: FamilyCall | None, *, measured: bool) -> None:
-        """``entry`` has been planned, for a call that is a ``member`` of a family, or was captured by itself."""
+        """Note that ``entry`` was planned for a call that is a ``member`` of a family, or that was captured by
+        itself."""
         if shapes not in self.shapes:
             self.shapes = [*self.shapes, shapes][-_MOST_SHAPES:]
         if member is None:
@@ -203,7 +207,7 @@ class Kin:
 
 
 def kind_of(key: Signature, states: int) -> Signature:
-    """What calls with this signature share with those that differ in sizes alone; the first ``states`` inputs are the
+    """The part of a signature that calls share if they differ only in sizes. The first ``states`` inputs are the
     model's."""
     names, tree, layouts, *others = key
     tensors = tuple((len(shape), *facts, *signs) for (shape, *facts), _, *signs in layouts[states:])
@@ -211,21 +215,22 @@ def kind_of(key: Signature, states: int) -> Signature:
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes | None:
-    """Of a call's tensors; ``None`` where one is laid out in another way than a family's are."""
+    """The shapes of a call's tensors; ``None`` if there are none, or one has a layout that families cannot have."""
     if not (tensors and all(one.storage_offset() == 0 or not one.requires_grad for one in tensors)):
         return None
     return tuple(map(extents, tensors))
 
 
 def _varying(known: Sequence[Shapes]) -> tuple[list[Place], bool]:
-    """The places at which sizes differ, and whether sizes that are equal in the latest call are not so in all."""
+    """The places where sizes differ, and whether some sizes are equal in the latest call but not in all calls."""
     columns = {place: tuple(one[place[0]][place[1]] for one in known) for place in _places(known)}
     varying = {place: column for place, column in columns.items() if len(set(column)) > 1}
     return list(varying), len({column[-1] for column in varying.values()}) < len(set(varying.values()))
 
 
 def _all_places(known: Sequence[Shapes]) -> tuple[list[Place], bool]:
-    """Those at which some call has more than one element; equal sizes need not be so in all calls."""
+    """The places where some call has more than one element, and ``True``: sizes that are equal may differ in other
+    calls."""
     return [(number, dim) for number, dim in _places(known) if any(one[number][dim] > 1 for one in known)], True
 
 
@@ -234,20 +239,20 @@ def _places(known: Sequence[Shapes]) -> list[Place]:
 
 
 def operators(program: Program) -> Any:
-    """Equal for programs that are the same but for sizes: a schedule of one is one of the other."""
+    """A key that is equal for programs that differ only in sizes. A schedule of one is valid for the other."""
     ops = tuple((op.target, op.inputs, op.outputs, op.overwrites) for op in program.graph.ops)
     return ops, tuple(value.storage for value in program.graph.values), program.graph.outputs
 
 
 def schedules_of(entry: Entry | None, program: Program) -> list[Schedule]:
-    """The schedule of ``entry``, where it is one of ``program``, too."""
+    """The schedule of ``entry`` if it is valid for ``program`` too."""
     same = entry is not None and operators(entry.program) == operators(program)
     return [entry.plan.schedule] if entry is not None and same else []
 
 
 class Kins:
-    """The kinds of calls of one model that were met last. ``dynamic`` as of ``rematerialize``. ``alike``: programs by their
-    operators, also of other models that have them."""
+    """The most recently used kinds of calls of one model. ``dynamic``: as for ``rematerialize``. ``alike``: programs by
+    their operators, also those of other models with the same operators."""
 
     def __init__(self, dynamic: bool | None, alike: dict[Any, Alike] | None = None) -> None:
         self.dynamic = dynamic
@@ -255,8 +260,8 @@ class Kins:
         self._alike = {} if alike is None else alike
 
     def alike(self, program: Program) -> Alike | None:
-        """The programs with the operators of this one, which was captured by itself: calls whose sizes depend on numbers, such
-        as the lengths of packed sequences, have no family."""
+        """The known programs with the same operators as this one, which was captured by itself. This serves calls
+        without a family: those whose sizes depend on numbers, such as the lengths of packed sequences."""
         if self.dynamic is False:
             return None
         key = operators(program)
@@ -266,8 +271,9 @@ class Kins:
         return found
 
     def of(self, key: Signature, inputs: Sequence[torch.Tensor], states: int) -> tuple[Kin, Shapes] | tuple[None, None]:
-        """The kind of a call with these flat inputs, of which the first ``states`` are the model's, and the others' shapes."""
-        # Of distributed tensors the global sizes are in the program as well, of sparse ones the numbers of their entries.
+        """The ``Kin`` of a call with these flat inputs, and the shapes of those that are not the model's (after the
+        first ``states``)."""
+        # Programs also contain the global sizes of distributed tensors, and the number of entries of sparse ones.
         special = any(spec_of(tensor) is not None or tensor.layout is not torch.strided for tensor in inputs)
         shapes = None if special or self.dynamic is False else shapes_of(inputs[states:])
         if shapes is None:

@@ -1,4 +1,4 @@
-"""Modes of the process and of modules that decide which program a call is."""
+"""Modes of the process and of modules that decide which program a call needs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.nn.modules import module as _hooked
 
 _C: Any = torch._C
-_CASTING = ("cpu", "cuda", "xpu", "mps")  # devices that an autocast may be for
-_einsum: Any = torch.backends.opt_einsum  # says in which order products are taken
-_GLOBAL_HOOKS = (_hooked._global_forward_pre_hooks, _hooked._global_forward_hooks)  # by numbers that are given out once
+_CASTING = ("cpu", "cuda", "xpu", "mps")  # device types with autocast
+_einsum: Any = torch.backends.opt_einsum  # decides the order of products
+_GLOBAL_HOOKS = (_hooked._global_forward_pre_hooks, _hooked._global_forward_hooks)  # by ids that are never reused
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -34,7 +34,7 @@ def _set_anomalies(mode: tuple[bool, bool]) -> None:
 
 
 def _cast_to() -> tuple[torch.dtype, ...]:
-    """What an autocast in the forward pass casts to, where it does not say."""
+    """The default types of autocast, by device type."""
     return tuple(map(torch.get_autocast_dtype, _CASTING))
 
 
@@ -58,7 +58,7 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_anomalies, _set_anomalies),
     (_cast_to, _set_cast_to),
-    # Which kernels operators may choose when they are traced.
+    # Flags that decide which kernels operators choose in a trace.
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
@@ -72,18 +72,19 @@ Modes = tuple[tuple[bool, ...], tuple[Any, ...]]
 
 
 def modes_of(modules: Sequence[nn.Module]) -> Modes:
-    """Those that can be set: whether each of the modules is in training, and flags of the process."""
+    """The modes that can be set: training mode of each module, and flags of the process."""
     return tuple(module.training for module in modules), tuple(read() for read, _ in _FLAGS)
 
 
 def fixed_modes() -> tuple[Any, ...]:
-    """Hooks of all modules, and the function that context parallelism exchanges."""
+    """Modes that are only compared: hooks of all modules, and the attention function, which context parallelism
+    replaces."""
     return (*map(tuple, _GLOBAL_HOOKS), functional.scaled_dot_product_attention)
 
 
 @contextlib.contextmanager
 def modes_as(modules: Sequence[nn.Module], modes: Modes) -> Iterator[None]:
-    """Inside, the modules and the process are in these ``modes``."""
+    """A context in which the modules and the process have these ``modes``."""
     now = modes_of(modules)
     _change(modules, now, modes)
     try:

@@ -1,8 +1,9 @@
-"""Whether the programs of a model own the gradients that arrive (``lowtide.program.tangents``).
+"""Decide whether the programs of a model own the gradients that arrive (``lowtide.program.tangents``), that is, may
+free them.
 
-That takes less memory, so less is computed again. But what such a program has let go of is gone: where memory runs out after
-that, its backward pass cannot run again (``programs.rescue``). So programs own them where they take much of the budget, or
-where it is not met otherwise; and from when others were seen to hold them, no program does.
+This takes less memory, so less is recomputed. But a backward pass that has freed them cannot run again when memory runs
+out (``programs.rescue``). So programs own them only if they take much of the budget, or if the budget is not met
+otherwise. Once other code was seen to hold such gradients, no program owns them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from lowtide.sharing.agreement import several_processes
 from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
-_CHEAP = 0.02  # overhead of a plan, up to which nothing is let go of for less
-_LEAST_SHARE = 0.1  # of the budget, that is let go of
+_CHEAP = 0.02  # up to this overhead of a plan, owning is not worthwhile
+_LEAST_SHARE = 0.1  # of the budget: smaller gradients are not worth owning
 
 Found = tuple[Program, Plan]
 
@@ -44,14 +45,14 @@ class Owning:
         self._now = _Now.UNDECIDED
 
     def leave(self) -> None:
-        """Others hold gradients that arrived: no program owns them from now on."""
+        """Other code holds gradients that arrived: no program owns them from now on."""
         name = type(self._owner.model).__name__
         _LOG.info("others hold gradients of the results of %s: its plans count them to the end", name)
         self._now = _Now.HELD
         self._owner.plan_anew()
 
     def fitted(self, program: Program, fit: Callable[[Planned], Found], planned: Planned) -> Found:
-        """What ``fit`` makes of ``planned``, for ``program`` or for the same as the owner of what arrives. Raises
+        """What ``fit`` makes of ``planned``, for ``program`` or for its variant that owns arriving gradients. Raises
         ``InfeasibleBudgetError``."""
         if self._now is _Now.HELD:
             return self._held(program, fit, planned)
@@ -78,18 +79,19 @@ class Owning:
             except InfeasibleBudgetError as other:
                 raise min(other, error, key=lambda one: one.minimum_bytes) from None
             self._now = _Now.OWNED
-            self._owner.plan_anew()  # schedules are no longer those of one program at several sizes
+            self._owner.plan_anew()  # known schedules are for programs that own nothing
             return found
 
     def _may_own(self) -> bool:
-        """Not programs that share a budget, which is of what all hold together; nor where ranks would have to agree."""
+        """Not programs that share a budget, as this covers what all of them hold; and not with several ranks, which
+        would have to agree."""
         owner, settings = self._owner, self._owner.settings
         whole = not (owner.shares_budget or settings.arena) and settings.in_flight == 1
         return whole and not several_processes()
 
     def _held(self, program: Program, fit: Callable[[Planned], Found], planned: Planned) -> Found:
-        """Where what others hold does not fit as well, it is theirs: the budget is exceeded by no more than that. Where more is
-        missing, that is an ``InfeasibleBudgetError`` as ever."""
+        """Other code holds the gradients. If they do not fit beside the plan, exceed the budget by at most their size,
+        with a warning. Raises ``InfeasibleBudgetError`` if more is missing."""
         try:
             return fit(planned)
         except InfeasibleBudgetError as error:
@@ -110,13 +112,13 @@ class Owning:
         return self._as(raised, lambda: fit(planned))
 
     def _as(self, settings: Settings, fit: Callable[[], Found]) -> Found:
-        """What is found as ``settings`` say."""
+        """Call ``fit`` with other settings."""
         with replaced(self._owner, "settings", settings):
             return fit()
 
 
 def is_worth_owning(program: Program, settings: Settings, planned: Callable[[Settings], Plan]) -> bool:
-    """Whether a plan for ``program`` needs much of what it would let go of, by a quick one that keeps it."""
+    """Whether a plan for ``program`` gains much by owning the gradients, judged by a quick plan that keeps them."""
     if not settings.rescue:
         return True
     if not searches(settings.planner) or settings.compiler != "eager":

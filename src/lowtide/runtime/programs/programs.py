@@ -1,5 +1,4 @@
-"""The planned programs of one model, by the signature of the calls that they are for: made when they are asked for, kept,
-and exchanged for better ones."""
+"""The planned programs of one model by signature of its calls: made on demand, kept, and exchanged for better ones."""
 
 from __future__ import annotations
 
@@ -44,11 +43,11 @@ from lowtide.sharing.agreement import several_processes
 from lowtide.stage_times import itemised, stage, stage_seconds
 
 _LOG = logging.getLogger(__name__)
-_MOST_CONDITIONS = 16  # kept, of each
+_MOST_CONDITIONS = 16  # kept per entry
 
 
 class Programs:
-    """``entries`` by signature; ``latest`` is what the last planned call ran. ``shares_budget``: with other programs."""
+    """``entries``: by signature; ``latest``: what the last planned call ran; ``shares_budget``: with other programs."""
 
     shares_budget = False
 
@@ -57,24 +56,25 @@ class Programs:
         self.settings = settings
         self.entries: dict[Signature, list[Entry]] = {}
         self.latest: Entry | None = None
-        self.optimizer: UpdatingOptimizer | None = None  # whose updates happen inside of backward passes
+        self.optimizer: UpdatingOptimizer | None = None  # updates parameters inside the backward pass
         self.improving = (ImprovingTogether if several_processes() else Improving)(type(model).__name__)
         self.rescue = Rescue(self)
         self.owning = Owning(self)
         self.changing = ChangingInputs()
-        self.in_terms = False  # whether gradients leave as the terms of their sums, since others may add to them
+        self.in_terms = False  # gradients leave as terms of sums: other code may add to them
         self._kins = Kins(settings.dynamic if settings.compiler == "eager" and not settings.chunked_loss else False)
         self._calls, self._warned = 0, False
-        self.adapts = settings.adapts  # at new sizes at once, by what is known of others
+        self.adapts = settings.adapts  # plans new sizes at once, from what is known of other sizes
         self.recaptures = Recaptures()
         self._arenas: dict[torch.device, Arena | None] = {}
 
     def room_for_copies(self, entry: Entry) -> int:
-        """Bytes of the budget that calls of ``entry`` leave."""
+        """Bytes of the budget that a call of ``entry`` leaves free."""
         return entry.plan.budget_bytes - entry.plan.peak_bytes
 
     def terms_from(self, states: int) -> int | None:
-        """The flat input from which on gradients leave as terms of their sums, if any; the first ``states`` are the model's."""
+        """The first flat input whose gradient leaves as terms of its sum, or ``None``. The model has the first
+        ``states``."""
         return 0 if self.in_terms else None
 
     @property
@@ -85,7 +85,7 @@ class Programs:
         return model
 
     def find(self, key: Signature, modules: Sequence[nn.Module], inputs: list[torch.Tensor]) -> Entry | None:
-        """The entry for a call with this signature, if there is one."""
+        """The entry for a call with this signature whose conditions hold, or ``None``."""
         memo: dict[int, Any] = {}
         for entry in self.entries.get(key, ()):
             for index, conditions in enumerate(entry.conditions):
@@ -100,7 +100,8 @@ class Programs:
         return None
 
     def _flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], State, Any]:
-        """Parameters, buffers and the call's tensors; what the model has, and the structure of the call's arguments."""
+        """Return the flat inputs (parameters, buffers, tensors of the call), the model's state, and the arguments'
+        structure."""
         state = self._read_state(self.model)
         tensors, tree = flat_arguments(args, kwargs, state.tensors)
         return [*state.tensors, *tensors], state, tree
@@ -108,8 +109,8 @@ class Programs:
     def _make(
         self, key: Signature, sample: Sample, old: Entry | None = None, mask: GradientMask | None = None
     ) -> Entry:
-        """An entry for a call like ``sample``: a known one, where the program is the same. ``old``: one for the same call whose
-        gradients arrive otherwise."""
+        """Make an entry for a call like ``sample``, or return a known one with the same program. ``old``: the entry for
+        the same call with other incoming gradients, when ``mask`` says which gradients arrive now."""
         known = self.entries.get(key, [])
         with stage_seconds() as taken, shown(type(self.model).__name__), collector_held():
             member = None
@@ -168,16 +169,16 @@ class Programs:
         )  # fmt: skip
 
     def _searches(self, entry: Entry) -> bool:
-        """Whether a search may find a better plan for a new entry while training runs."""
+        """Whether to search for a better plan for a new entry while training runs."""
         return entry.plan.overhead > 0 and entry.plan.planner in IMPROVABLE and self.settings.planning == "background"
 
     def improve(self, entry: Entry) -> None:
-        """Search for a better plan than that of ``entry``, where one may be found while training runs."""
+        """Search for a better plan for ``entry`` while training runs, if that can help."""
         if self._searches(entry):
             self._search(entry)
 
     def begin_anew(self) -> None:
-        """The budget is another one, or also for something else: end the searches within it, and take new arenas or none."""
+        """The budget has changed, or is shared now: end the searches, and lower all entries with new arenas or none."""
         self.improving.stop()
         self._arenas.clear()
         known = (entry for entries in self.entries.values() for entry in entries) if self.settings.arena else ()
@@ -189,7 +190,7 @@ class Programs:
         self.improving.add(entry, plan_request(entry.program, entry.plan.costs, entry.plan.budget_bytes, self.settings))
 
     def _arena(self, program: Program) -> Arena | None:
-        """The one of all programs on that device, where there is to be one."""
+        """The arena that all programs on this device share, ``None`` without ``settings.arena``."""
         device = program_device(program)
         if self.settings.arena and device not in self._arenas:
             self._arenas[device] = new_arena(device)
@@ -198,7 +199,8 @@ class Programs:
     def _member(
         self, key: Signature, sample: Sample, inputs: list[torch.Tensor], state: State
     ) -> tuple[Kin | None, Shapes | None, FamilyCall | None]:
-        """The kind of the call and the shapes of its tensors, where shapes may vary, and what its family tells of it."""
+        """If shapes may vary: the ``Kin`` of the call, the shapes of its tensors, and the call as its family predicts
+        it (or ``None``)."""
         kin, shapes = self._kins.of(key, inputs, len(state.tensors))
         if kin is None or shapes is None:
             return None, None, None
@@ -227,7 +229,7 @@ class Programs:
         return program, adapted_plan(program, self.settings, self.model, self._granted(), *known)
 
     def _keep(self, entry: Entry) -> None:
-        """Add an entry; the one that was used longest ago goes where there are too many."""
+        """Add an entry, and drop the least recently used one if there are more than ``settings.max_programs``."""
         self._calls = entry.used = self._calls + 1
         self.entries[entry.key] = [*self.entries.get(entry.key, []), entry]
         kept = [one for entries in self.entries.values() for one in entries]
@@ -239,7 +241,7 @@ class Programs:
                 del self.entries[oldest.key]
 
     def _forget(self, key: Signature) -> None:
-        """Drop the entries for these calls."""
+        """Drop the entries for this signature."""
         for entry in self.entries.pop(key, []):
             self.improving.drop(entry)
 
@@ -247,7 +249,7 @@ class Programs:
         known = self.recaptures.known
         try:
             captured = self._capture(sample, mask, known)
-        except CaptureError:  # as constants their values are known
+        except CaptureError:  # retry with the values as constants
             if not (known.follow or known.numbers):
                 raise
             self.recaptures.known = Known(expected=known.expected)
@@ -260,16 +262,16 @@ class Programs:
         return captured_program(self.model, *sample.standing(), self.settings, mask, known, terms_from)
 
     def _may_be_apart(self) -> bool:
-        """Whether a ``CaptureError`` lets the call run otherwise."""
+        """Whether a call can run without a plan after a ``CaptureError``."""
         return False
 
     def _latest(self, key: Signature) -> Entry:
-        """The program for these shapes that ran last, if one did."""
+        """The entry with this signature that ran last, else the newest one."""
         known = self.entries[key]
         return self.latest if self.latest is not None and self.latest in known else known[-1]
 
     def planned(self, captured: Captured, sample: Sample, finish: Finish, **known: Any) -> tuple[Program, Plan]:
-        """What is to run, and its plan; ``known`` as of ``planned_program``."""
+        """Return the program to run and its plan. ``known``: as for ``planned_program``."""
         of = captured, self.model, *sample.standing()
         return planned_program(*of, self.settings, self._granted(), finish, **known)
 
@@ -281,8 +283,8 @@ class Programs:
         member: FamilyCall | None = None,
         old: Entry | None = None,
     ) -> tuple[Program, Plan]:
-        """What is to run for calls with this signature, and its plan. ``member``: what a family tells of it; ``old``: as of
-        ``_make``, whose schedule is one of this program, too, where gradients only have another layout."""
+        """Return the program to run for this signature and its plan. ``member``: the call as its family predicts it.
+        ``old``: as in ``_make``; its schedule is tried too."""
         known = functools.partial(schedules_of, old if self.adapts else None)
 
         def planned(finish: Finish) -> tuple[Program, Plan]:
@@ -293,7 +295,7 @@ class Programs:
         return self.owning.fitted(captured.program, fit, planned)
 
     def plan_anew(self) -> None:
-        """Forget all plans, but not what was captured."""
+        """Drop all plans, but keep what was captured."""
         for key, entries in list(self.entries.items()):
             for entry in entries:
                 entry.for_masks.clear()
@@ -301,7 +303,7 @@ class Programs:
         self._kins = Kins(self._kins.dynamic)
 
     def in_mode(self, entry: Entry, updated: tuple[int, ...]) -> Entry:
-        """The entry for the same program in which the flat inputs ``updated`` are updated by their optimizer."""
+        """The entry for the same program in which the optimizer updates the flat inputs ``updated``."""
         key = (*entry.key[:-1], updated)
         known = (one for each in self.entries.get(key, ()) for one in (each, *each.for_masks.values()))
         same: Entry | None = next((one for one in known if one.captured is entry.captured), None)
@@ -317,13 +319,13 @@ class Programs:
         return made
 
     def _granted(self) -> int:
-        """The most that a program of this model was given, but for first calls, whose programs do not come again."""
+        """The largest budget in bytes of this model's entries, except those of first calls, which do not come again."""
         every = (entry for entries in self.entries.values() for entry in entries)
         return max((e.plan.budget_bytes for e in every if e.captured.contract.effects.come_again), default=0)
 
     def entry_for(self, mask: GradientMask, old: Entry, inputs: Sequence[torch.Tensor]) -> Entry:
-        """An entry for gradients that arrive otherwise than for ``old``, which ran on these flat ``inputs``: it takes the place
-        of ``old``, which is kept in case they alternate."""
+        """The entry for gradients that arrive otherwise than for ``old``, which ran on these flat ``inputs``. It
+        replaces ``old``, which is kept in case the two alternate."""
         if old in self.entries.get(old.key, ()):
             old.for_masks[old.program.mask] = old
         entry = old.for_masks.get(mask)

@@ -1,8 +1,8 @@
-"""Why calls of shapes that are known are captured again, and what is learned from it for the next capture.
+"""Why calls of known shapes are captured again, and what the next capture learns from it.
 
-``Novelty`` tells whether the programs of a model come again, and what it takes that they do not. ``UnusualCalls`` are those in
-which a check of values goes otherwise than in any program that is known, where what they do is no graph: codes of a quantizer
-that nobody uses are replaced, say. They run apart, and leave the others their program.
+``Novelty`` tells whether the programs of a model are reused, and what it costs if not. ``UnusualCalls`` are calls in
+which a check of values goes otherwise than in all known programs, and which cannot be captured (a quantizer that
+replaces unused codes, say). They run without a plan; other calls keep their program.
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ from lowtide.objects.keys import fingerprint
 from lowtide.runtime.programs.entry import Entry, Signature
 
 _LOG = logging.getLogger(__name__)
-_MANY_CAPTURES = 8  # for the same shapes: said in the log
-_MOST_CAPTURES = 16  # for the same shapes, in most calls, of what may run in parts instead
-_FEW_CAPTURES = 4  # the same, where a number changes that is computed with, what is drawn, or what it counts itself
-_DECIDED_CAPTURES, _DECIDED_CALLS = 5, 4  # the same, where draws decide, in fewer calls than so many for each capture
-_MANY_DRAWS, _OF_MANY_CAPTURES = 5, 2  # the same, where so many draws decide: there are more ways than calls will show
+# Captures for the same shapes:
+_MANY_CAPTURES = 8  # log a warning
+_MOST_CAPTURES = 16  # limit if most calls need one and the model may run without a plan
+_FEW_CAPTURES = 4  # the same, if a computed number, a drawn number or a counter of the model changes
+_DECIDED_CAPTURES, _DECIDED_CALLS = 5, 4  # the same, if draws decide: limit, and calls per capture that justify it
+_MANY_DRAWS, _OF_MANY_CAPTURES = 5, 2  # the same, if so many draws decide: too many paths to meet them all
 _MOST_UNEXPECTED = 3  # programs for the same shapes that differ in how checks of values go
-_LATEST, _NEW = 32, 27  # calls, and how many of them are captured where that is so in most
-_IN_A_ROW = 16  # the same where programs depend on values (lengths, say, or what is drawn), of which none come again
-_WORTH = 3  # times as long as its operators take, a capture may take
-_MANY_APART = 16  # unusual calls: more than half of all may then be no more
-_MOST_NOTED = 256  # ways in which unusual calls go
+_LATEST, _NEW = 32, 27  # of so many latest calls, so many captured are too many
+_IN_A_ROW = 16  # the same in a row, if programs depend on values (lengths, or drawn numbers)
+_WORTH = 3  # a capture may take so many times as long as its operators
+_MANY_APART = 16  # unusual calls, from which on they may be no more than half of all
+_MOST_NOTED = 256  # kinds of unusual calls remembered
 
 
 class ManyProgramsError(CaptureError):
-    """Calls of the same shapes have been other programs again and again. Each could be captured."""
+    """Calls of the same shapes keep needing new programs, although each can be captured."""
 
 
 class Recaptures:
-    """``known``: what was seen to change from call to call. Both methods raise ``CaptureError`` where it does so again and
-    again."""
+    """``known``: what was seen to change from call to call. ``refuse_more`` and ``changed`` raise ``CaptureError`` if
+    programs are seldom reused."""
 
     def __init__(self) -> None:
         self.known = Known()
         self.novelty = Novelty()
         self._counts: Counter[Signature] = Counter()
-        self._counting: set[Signature] = set()  # of calls that write what their program depends on
+        self._counting: set[Signature] = set()  # signatures whose calls write what their program depends on
 
     def forget_one(self, key: Signature) -> None:
-        """It took little, and calls may come to programs that are known."""
+        """Do not count the latest capture: it was cheap, and later calls may reuse known programs."""
         if not self.known.computed and key not in self._counting:
             self._counts[key] -= 1
 
     def refuse_more(self) -> None:
-        """Raises ``ManyProgramsError`` where most calls of whatever shapes are captured."""
+        """Raise ``ManyProgramsError`` if most calls, of whatever shapes, need a capture."""
         why = self.novelty.why
         if why:
             raise ManyProgramsError(
@@ -67,11 +68,11 @@ class Recaptures:
             )
 
     def learn(self, captured: Captured) -> None:
-        """What is still worth knowing after a capture."""
+        """Keep what is still useful after a capture."""
         self.known = self.known.after(captured)
 
     def seen_since(self, latest: Entry, model: nn.Module) -> None:
-        """A call of new shapes: numbers that are other ones than those of the ``latest`` call are likely to change again."""
+        """A call of new shapes: numbers that differ from those of the ``latest`` call are likely to change again."""
         changed = latest.conditions[0].other_numbers(model)
         self.known = replace(self.known, numbers={**changed, **self.known.numbers})
 
@@ -84,8 +85,9 @@ class Recaptures:
         inputs: list[torch.Tensor],
         may_be_apart: bool,
     ) -> None:
-        """Log why none of the ``entries``, the programs that are known for these shapes, holds; once louder, where that is so
-        again and again."""
+        """Log why none of ``entries``, the known programs for these shapes, is valid; warn once if this happens often.
+        Raises ``ManyProgramsError`` if it happens too often and the call ``may_be_apart``, that is, run without a
+        plan."""
         self._counts[key] += 1
         times, name, conditions = self._counts[key] + 1, type(model).__name__, latest.conditions[0]
         why, changed = conditions.broken(model, inputs), conditions.changed_inputs(model, inputs)
@@ -117,7 +119,8 @@ class Recaptures:
             )  # fmt: skip
 
     def say_values(self, entry: Entry, known: Mapping[Signature, Sequence[Entry]], model: nn.Module) -> None:
-        """Say in the log where a new ``entry`` is one of many of the ``known`` that plain values among arguments tell apart."""
+        """Log a warning if the new ``entry`` is one of many ``known`` ones that differ only in plain values among the
+        arguments."""
         names, values, *rest = entry.key
         others = [
             ones[-1] for (of, with_, *more), ones in known.items() if (of, more) == (names, rest) and with_ != values
@@ -134,7 +137,8 @@ class Recaptures:
 
     @contextlib.contextmanager
     def unexpected(self, entries: Sequence[Entry], model: nn.Module, expected: Answers) -> Iterator[None]:
-        """Inside, a call is captured whose checks of values go like this, and otherwise in all of the ``entries``."""
+        """A context to capture a call whose checks of values go as ``expected`` says, unlike in all ``entries``. Raises
+        ``CaptureError`` if there are too many entries."""
         if len(entries) >= _MOST_UNEXPECTED:
             raise CaptureError(
                 "its program depends on the values of floating-point or random tensors: what it checks in the forward pass "
@@ -152,31 +156,31 @@ class Recaptures:
 
 class _Call(NamedTuple):
     seconds: float  # of capture and planning; 0 where the program was known
-    operators: float  # seconds
+    operators: float  # seconds that its operators take that its operators take
     by_values: bool
 
 
 class Novelty:
-    """Of the latest calls of a model by plans."""
+    """Statistics of the latest planned calls of a model: how many needed a capture."""
 
     def __init__(self) -> None:
         self._calls: deque[_Call] = deque(maxlen=_LATEST)
 
     def came(self, entry: Entry, seconds: float = 0.0) -> None:
-        """A call is about to run by ``entry``, which took so long to capture and to plan, if it was not known."""
+        """A call is about to run ``entry``. ``seconds``: how long its capture and plan took, 0 if it was known."""
         conditions = entry.conditions[0]
         by_values = bool(conditions.questions) or conditions.draws is not None
         self._calls.append(_Call(seconds, entry.plan.time_ns / 1e9, by_values))
 
     @property
     def seconds(self) -> float:
-        """Of a call, in the mean of the latest."""
+        """Mean duration of the latest calls in seconds, captures included."""
         calls = self._latest(_IN_A_ROW)
         return sum(call.seconds + call.operators for call in calls) / max(len(calls), 1)
 
     @property
     def why(self) -> str:
-        """In words, that programs come too seldom again to be captured; empty where they do."""
+        """A text that says that captures are too frequent to be worthwhile; empty if they are not."""
         few, many = self._latest(_IN_A_ROW), self._latest(_LATEST)
         never = len(few) == _IN_A_ROW and all(call.seconds and call.by_values for call in few)
         seldom = len(many) == _LATEST and sum(call.seconds > 0 for call in many) >= _NEW
@@ -192,19 +196,18 @@ class Novelty:
 
 
 class UnusualCallError(Exception):
-    """This call of a part runs as if it were none."""
+    """This call of a part runs without a plan."""
 
 
 class UnusualCalls:
-    """Those of one module, which are no program."""
+    """Calls of one module that cannot be captured, by signature and outcome of their checks."""
 
     def __init__(self) -> None:
         self._why: dict[tuple[Signature, Answers], str] = {}
         self._calls: Counter[Signature] = Counter()
 
     def why(self, key: Signature, expected: Answers) -> str:
-        """Why there is no program for calls with this signature whose first checks go like this; empty where that is not
-        known."""
+        """Why calls with this signature and outcome of the first checks have no program; empty if unknown."""
         return self._why.get((key, expected), "")
 
     def note(self, key: Signature, expected: Answers, why: str) -> None:
@@ -214,6 +217,7 @@ class UnusualCalls:
         self._why[key, expected] = why
 
     def are_usual(self, key: Signature, calls: int) -> bool:
-        """There is another of them, among so many ``calls`` with this signature: whether they are most of these by now."""
+        """Count one more unusual call among ``calls`` with this signature. Returns whether they are the majority
+        now."""
         self._calls[key] += 1
         return self._calls[key] >= _MANY_APART and 2 * self._calls[key] > calls

@@ -1,12 +1,13 @@
-"""Passes that run out of memory though they keep to their plan: other processes, or tensors that no plan knows of, take it.
+"""Rerun passes that run out of memory although they keep to their plan: memory was taken by other processes, or by
+tensors that no plan knows of.
 
-What the pass held is dropped; that and what was free beside it is the budget from now on, for all programs of the model. The
-pass runs again from its start by a plan within it, and draws the same random numbers. In the forward pass nothing has left by
-then: buffers are written last. In the backward pass the forward program runs first, and writes nothing; gradients that had left
-are equal to the bit, and are dropped (``calls.call``).
+The failed pass frees what it held. This, plus what was free beside it, is the new budget of all programs of the model.
+The pass runs again from its start by a plan within it, with the same random numbers. A forward pass has changed nothing
+by then, because buffers are written last. For a backward pass the forward program runs first, and writes nothing.
+Gradients that were already returned come out equal to the bit and are dropped (``calls.call``).
 
-What cannot be put back (an input that is written at once, ``capture.convert.updates``) is never tried: an error comes
-through with a note that says why, and so does that of the third step in a row.
+A pass with effects that cannot be undone (an input written at once, ``capture.convert.updates``) is not rerun: the
+error gets a note that says why. The same holds for the third failed step in a row.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from lowtide.sharing.agreement import several_processes
 from lowtide.units import BYTE_UNITS, format_bytes, format_percent
 
 _LOG = logging.getLogger(__name__)
-_MOST_IN_A_ROW = 3  # steps that run out, of which the last does not run again
-_LEAST_LOWERED = 0.03  # of what the pass took; twice as much each further time in a step, as the estimate is wrong then
-_UNKNOWN_LOWERED = 0.1  # where nobody tells how much was missing
-# Where no error of PyTorch's own says so: its allocator on the CPU, and libraries of kernels that allocate themselves.
+_MOST_IN_A_ROW = 3  # failed steps in a row; the last one is not rerun
+_LEAST_LOWERED = 0.03  # of the pass's peak; doubled for each further failure in a step, as the estimate was wrong
+_UNKNOWN_LOWERED = 0.1  # if it is unknown how much was missing
+# Errors without an exception class of their own: PyTorch's CPU allocator, and kernel libraries that allocate memory.
 _NONE_LEFT = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|CUDA error: out of memory"
     r"|(?i:unable to find an engine to execute)"
 )
 _ASKED = re.compile(r"[tT]ried to allocate (\d+\.?\d*) ([KMGT]iB|bytes)")
 _ADVICE = "Lower budget= by what is missing, make the batch smaller, or free what else is allocated."
-_OURS = (targets.update, targets.keep_value, targets.tangent, targets.expect)  # effects that are known
+_OURS = (targets.update, targets.keep_value, targets.tangent, targets.expect)  # effects that lowtide handles
 
 Term = tuple[int, int]
 
 
 class RunningCall(Protocol):
-    """A call whose pass has failed. ``rescues``: how often one has before."""
+    """A call whose pass has failed. ``rescues``: how many of its passes failed before."""
 
     inputs: list[torch.Tensor]
     rescues: int
@@ -63,19 +64,19 @@ class RunningCall(Protocol):
 
 
 class Rescue:
-    """For the calls of ``owner``. ``in_a_row``: steps that ran out since one came to its end without."""
+    """Reruns passes of the programs of ``owner``. ``in_a_row``: failed steps since the last one without a failure."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self.in_a_row = 0
 
     def watch(self, entry: Entry) -> None:
-        """Have the allocator's level counted from before the first pass of ``entry`` on."""
+        """Count allocated bytes from before the first pass of ``entry``."""
         if self._owner.settings.rescue and not self._owner.shares_budget:
             allocated_bytes(program_device(entry.program))
 
     def ended(self, call: RunningCall) -> None:
-        """The backward pass of ``call`` has come to its end."""
+        """The backward pass of ``call`` has ended."""
         if not call.rescues:
             self.in_a_row = 0
 
@@ -87,9 +88,12 @@ class Rescue:
         reason: str | None = None,
         left: Collection[Term] | None = None,
     ) -> Lowered | None:
-        """What a pass of ``call`` by ``lowered``, which ended in ``error``, is to run by from its start; ``None`` where that
-        cannot be, with a note in the error, unless memory is not what it is about. ``reason`` why it cannot be, if the caller
-        knows one; ``left``: the gradients that a backward pass has handed out, as terms."""
+        """Return the program with which a failed pass of ``call`` starts over.
+
+        ``lowered``: what the pass ran; ``reason``: why a rerun is impossible, if the caller knows one; ``left``: the
+        gradients that a backward pass has already returned, as terms. Returns ``None`` if the pass cannot be rerun,
+        with a note in ``error``, or if ``error`` is not about memory.
+        """
         owner, program = self._owner, lowered.program
         if not (owner.settings.rescue and ran_out(error)):
             return None
@@ -122,7 +126,7 @@ class Rescue:
         return now
 
     def within(self, entry: Entry) -> Entry:
-        """The entry, by another plan where the budget was lowered since it was planned and there is a lower one."""
+        """The entry, with a lower plan if the budget was lowered since it was planned and a lower plan exists."""
         most = self._owner.settings.most_bytes
         if most is None or entry.most_bytes == most:
             return entry
@@ -135,11 +139,11 @@ class Rescue:
         return entry
 
     def _lower(self, entry: Entry, room: int, left_bytes: int) -> Lowered:
-        """Lower the budget to ``room``, and what gradients hold that had left, which are not there when a pass begins. Raises
-        ``PlanError`` where there is no lower plan."""
+        """Lower the budget to ``room`` plus the gradients already returned, which are not held when a pass begins.
+        Raises ``PlanError`` if there is no lower plan."""
         owner, before = self._owner, entry.plan
         most = min(room + left_bytes, int((1 - _LEAST_LOWERED) * before.peak_bytes))
-        most = min(most, owner.settings.most_bytes or most)  # of a program that cannot do with so little
+        most = min(most, owner.settings.most_bytes or most)  # set earlier by a program with a higher minimum
         settings = dataclasses.replace(owner.settings, most_bytes=most)
         plan = lowered_plan(entry.program, settings, before)
         if plan.peak_bytes >= before.peak_bytes:
@@ -168,7 +172,7 @@ class Rescue:
         return next((entry for entry in each if entry.program is program), None)
 
     def _explain(self, error: Exception, call: RunningCall, plan: Plan, device: torch.device, why: str) -> None:
-        """Say in the error what took the memory."""
+        """Add a note to the error that says what holds the memory."""
         try:
             held = "; ".join(map(str, holders(self._owner.model, device, call.inputs)))
         except MemoryError:
@@ -181,14 +185,14 @@ class Rescue:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether the error says that there is no memory left, on any device."""
+    """Whether the error means that no memory is left, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and _NONE_LEFT.search(str(error)) is not None
 
 
 def _never(owner: Owner, program: Program) -> str | None:
-    """Why no pass of the program can run again by a lower plan."""
+    """Why passes of this program can never be rerun by a lower plan, or ``None``."""
     if owner.shares_budget or any(map(is_sharded, owner.model.modules())):
         return "it shares its budget with others of the same step"
     if several_processes():
@@ -202,9 +206,9 @@ def _never(owner: Owner, program: Program) -> str | None:
 
 
 def _room(call: RunningCall, error: Exception, device: torch.device, peak_bytes: int) -> int:
-    """What the pass has held, of which it lets go, and what was free beside it: the bytes that it could have had."""
+    """Free what the pass held, and return this and what was free beside it: the bytes that the pass could have had."""
     asked, free = _asked_bytes(error, device), free_memory(device) or 0
-    if asked is None or free >= asked:  # a limit that the device knows nothing of, or memory in pieces
+    if asked is None or free >= asked:  # a limit unknown to the device, or fragmented memory
         free = 0
     before = allocated_bytes(device)
     call.let_go()
@@ -217,7 +221,7 @@ def _room(call: RunningCall, error: Exception, device: torch.device, peak_bytes:
 
 
 def _asked_bytes(error: Exception, device: torch.device) -> int | None:
-    """What the allocation that failed was for, where the error tells it."""
+    """The size of the allocation that failed, if the error says it."""
     found = _ASKED.search(str(error))
     if found is None:
         return None
@@ -226,7 +230,7 @@ def _asked_bytes(error: Exception, device: torch.device) -> int | None:
 
 
 def _bytes(lowered: Lowered, term: Term) -> int:
-    """Of a gradient."""
+    """The size of a gradient in bytes."""
     if term not in lowered.terms:
         return 0
     _, value = lowered.program.gradients[lowered.terms.index(term)]
@@ -234,7 +238,7 @@ def _bytes(lowered: Lowered, term: Term) -> int:
 
 
 def _with_budget(plan: Plan, most_bytes: int) -> Plan:
-    """The plan, which fits into ``most_bytes``, for no more than these."""
+    """The plan, which fits into ``most_bytes``, with a budget of at most that."""
     if plan.budget_bytes <= most_bytes:
         return plan
     given = plan.lowered_from_bytes or plan.budget_bytes

@@ -1,1 +1,1 @@
-"""Optimizers whose updates run inside of the backward pass, and states of theirs in a second memory."""
+"""Optimizers that update inside the backward pass, and their states in a second memory."""

@@ -1,9 +1,8 @@
-"""Tensors that lie in a second memory: states of an optimizer and gradients, for whoever asks for them outside of planned
-passes.
+"""Tensors that lie in a second memory, states of an optimizer and gradients, as seen by code outside planned passes.
 
-Whoever reads one fetches it for that moment, and whoever writes into it has it fetched, written and taken back, so that
-clipping gradients by the norm of all holds one of them at a time. A view of it stays what it is a view of: then the tensor is
-there until it is taken back (``Place.leave``).
+Code that reads one fetches it for that operator. Code that writes to one has it fetched, written and stored again. So
+clipping gradients by their total norm holds only one of them at a time. A view shares memory with its tensor, so a
+tensor with views stays in memory until ``Place.leave``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lowtide.offload import Copy, Lease
 
 
 class Place:
-    """Where a tensor is: at ``offset`` of its room in the second memory, or ``here``."""
+    """Where a tensor is: at ``offset`` of its room in the second memory, or in memory as ``here``."""
 
     def __init__(self, lease: Lease, offset: int, tensor: torch.Tensor) -> None:
         self._lease, self._offset = lease, offset
@@ -26,7 +25,7 @@ class Place:
         self.here: torch.Tensor | None = None
 
     def begin(self) -> Callable[[], torch.Tensor]:
-        """Begin to fetch the tensor. Called, what is returned waits for it, and raises ``ExecutionError`` where it cannot be
+        """Begin to fetch the tensor. Returns a function that waits for it and raises ``ExecutionError`` if it cannot be
         read."""
         if self.here is not None:
             there = self.here
@@ -42,13 +41,13 @@ class Place:
         return end
 
     def take(self, tensor: torch.Tensor) -> None:
-        """It was fetched and has other values now."""
+        """Store the tensor, which was fetched and has other values now."""
         if self.here is None:
-            self.here = tensor  # where it cannot be written
+            self.here = tensor  # stays here if it cannot be stored
             self.leave()
 
     def leave(self) -> None:
-        """Take back what is here."""
+        """Store the tensor if it is in memory."""
         if self.here is not None:
             self.copy = self._lease.offload(self._offset, (self.here,))
             self.copy.left()
@@ -56,7 +55,7 @@ class Place:
 
 
 class AwayTensor(torch.Tensor):
-    """Has the form of a tensor, and knows the ``place`` where its elements lie. Detached, it is at the same place."""
+    """Has the shape and type of a tensor, and the ``place`` of its elements. ``detach`` keeps the place."""
 
     place: Place
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -69,7 +68,7 @@ class AwayTensor(torch.Tensor):
         return made
 
     def fetched(self) -> torch.Tensor:
-        """The tensor itself. Raises ``ExecutionError`` where it cannot be read."""
+        """The tensor itself. Raises ``ExecutionError`` if it cannot be read."""
         return self.place.begin()()
 
     @classmethod
@@ -94,7 +93,7 @@ class AwayTensor(torch.Tensor):
             return [one.place for one in leaves if isinstance(one, AwayTensor)]
 
         result = func(*_there(fetched, args), **_there(fetched, given))
-        for place in places(writes=False):  # of views, which whoever has them may write into
+        for place in places(writes=False):  # the result is a view, which may be written to
             place.here = there[id(place)]
         for place in places(writes=True):
             place.take(there[id(place)])
@@ -111,7 +110,7 @@ class AwayTensor(torch.Tensor):
 
 
 class Transfer:
-    """An operator of a program that begins by ``begin`` and, called, waits for what that returns."""
+    """An operator of a program. It calls ``begin`` and waits for what that returns."""
 
     def __init__(self, name: str, begin: Callable[..., Callable[[], Any]]) -> None:
         self.begin = begin

@@ -1,4 +1,4 @@
-"""The leaves of a backward pass: what adds to their gradients, and when it does."""
+"""The leaves of a backward pass: what adds to their gradients, and when."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def accelerate_accumulates() -> bool:
-    """Whether accelerate (and transformers' Trainer with it) says that this pass is not the last one before a step."""
+    """Whether accelerate (and transformers' Trainer with it) says that more passes follow before the step."""
     module = sys.modules.get("accelerate.state")
     shared = getattr(getattr(module, "GradientState", None), "_shared_state", {})
     return not shared.get("sync_gradients", True)
 
 
 def accumulates(nodes: Collection[Any]) -> bool:
-    """Whether the backward pass adds to ``.grad`` at all of these ``nodes``."""
+    """Whether the current backward pass adds to ``.grad`` at all of these ``nodes``."""
     try:
         return all(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # of torch.autograd.grad
+    except RuntimeError:  # in torch.autograd.grad
         return False
 
 
 def accumulating_nodes(node: Any) -> dict[int, Any]:
-    """Below the chain of nodes of a call that begins with ``node``: by leaf, what adds to its gradient."""
+    """The nodes that accumulate gradients of the call whose chain begins with ``node``, by id of the leaf."""
     found: dict[int, Any] = {}
     chain = [node]
     while chain:
@@ -45,14 +45,14 @@ def pointer(tensor: torch.Tensor) -> int:
 
 
 class OtherPasses:
-    """What else adds to the gradients of parameters that a backward pass is about to update: calls of the same model that wait
-    for it, and of other models with the same parameters (two heads on one encoder). All models are asked about."""
+    """Finds other passes that add to the gradients of parameters about to be updated: waiting calls of the same model,
+    or of other models with the same parameters (two heads on one encoder). The registry contains all models."""
 
     _every: ClassVar[weakref.WeakSet[OtherPasses]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        # The latest backward pass in which gradients were kept, by its number, and whose.
+        # The id of the latest backward pass that kept gradients, and the ids of their tensors.
         self._kept: tuple[int, frozenset[int]] = (-1, frozenset())
         self._every.add(self)
 
@@ -61,11 +61,11 @@ class OtherPasses:
         self._calls.add(call)
 
     def keeps(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The backward pass that is under way keeps the gradients of these, and so those that others add to them."""
+        """The current backward pass keeps the gradients of these tensors, including what other passes add."""
         self._kept = torch._C._current_graph_task_id(), frozenset(map(id, tensors))
 
     def add_to(self, parameters: Sequence[torch.Tensor], call: Any) -> bool:
-        """Whether another one than ``call`` adds to the gradients of these."""
+        """Whether a pass other than that of ``call`` adds to the gradients of these parameters."""
         ids, task = set(map(id, parameters)), torch._C._current_graph_task_id()
         every = list(self._every)
         waiting = (

@@ -1,7 +1,8 @@
-"""States of an optimizer that lie in a second memory between the updates of their parameters.
+"""Optimizer states that lie in a second memory between the updates of their parameters.
 
-What moves of a parameter's state are its large tensors, as Adam's moments; counts stay. In ``optimizer.state`` a tensor that is
-away is an ``AwayTensor``. Each parameter has room of its own in the second memory, where its state lies until the next update.
+Only large tensors of a state move, such as Adam's moments; counts stay. While a tensor is away, ``optimizer.state``
+holds an ``AwayTensor``. Each parameter has its own room in the second memory, where its state lies until the next
+update.
 """
 
 from __future__ import annotations
@@ -27,43 +28,46 @@ from lowtide.runtime.updates.moving_gradients import begin_gradient
 from lowtide.runtime.updates.optimizer_step import step_for
 
 _LOG = logging.getLogger(__name__)
-_LEAST_BYTES = ALIGNMENT  # of a tensor that moves
-_LEAST_SHARE = 1e-3  # of all that may move, that the state of a parameter is
+_LEAST_BYTES = ALIGNMENT  # smaller tensors do not move
+_LEAST_SHARE = 1e-3  # of all movable bytes: smaller states do not move
 
 
 @dataclass(slots=True, eq=False)
 class FetchedState:
-    """What moves of the state of ``parameter``, by key, while it is there; nothing before its first update."""
+    """The movable tensors of the state of ``parameter`` while they are in memory, by key; empty before the first
+    update."""
 
     parameter: torch.Tensor
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class MovingStates:
-    """The states of ``optimizer`` for ``parameters``, some of which may lie in a second memory, by its name. ``share``: how
-    many of them do between updates, by their bytes and from the largest on; none ever, where they are not ``movable``."""
+    """The states of ``optimizer`` for ``parameters``, some of which may lie in the second memory of the given name.
+    ``share``: the part of their bytes that is away between updates, largest states first; always 0 if not
+    ``movable``."""
 
     def __init__(
         self, optimizer: Optimizer, memory: str, parameters: Sequence[torch.Tensor], movable: bool = True
     ) -> None:
         self.optimizer, self.share, self.movable = optimizer, 0.0, movable
         self._memory, self._parameters = memory, parameters
-        # Parameters that were stepped, and their gradients.
+        # Parameters that were updated, and their gradients.
         self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._moving: list[torch.Tensor] = []  # parameters whose states move
         self._leases: dict[int, tuple[Lease, int]] = {}
 
     def movable_bytes(self, share: float) -> int:
-        """Of the states that move where ``share`` of them are to."""
+        """Bytes of the states that move if ``share`` of all movable bytes are to be away."""
         return sum(self._sizes[id(parameter)] for parameter in self._chosen(share))
 
     def has_room(self, more_bytes: int = 0) -> bool:
-        """Whether there is something to move, and the second memory has room for all of it, and for so much more."""
+        """Whether anything can move, and the second memory has room for all of it and ``more_bytes``."""
         chosen = self._chosen(1.0) if self.movable else []
         return bool(chosen) and self._opened(chosen[0]).free_bytes() >= sum(self._sizes.values()) + more_bytes
 
     def moves(self, parameters: Mapping[int, torch.Tensor], share: float) -> dict[int, StateMoves]:
-        """Of ``parameters`` by position those whose state moves where ``share`` of all bytes are to, and how."""
+        """How the states of ``parameters`` move (by position), for those that move if ``share`` of all bytes are to be
+        away."""
         chosen = set(map(id, self._chosen(share)))
         fetch, store = Transfer("FetchState", self.fetch), Transfer("StoreState", self.store)
         return {
@@ -73,7 +77,7 @@ class MovingStates:
         }
 
     def _chosen(self, share: float) -> list[torch.Tensor]:
-        """The parameters whose states move where ``share`` of all bytes are to."""
+        """The parameters whose states move if ``share`` of all bytes are to be away."""
         sizes, taken, found = self._sizes, 0, list[torch.Tensor]()
         whole = sum(sizes.values())
         for parameter in sorted(self._parameters, key=lambda one: -sizes.get(id(one), 0)) if share else ():
@@ -86,7 +90,7 @@ class MovingStates:
 
     @functools.cached_property
     def _sizes(self) -> dict[int, int]:
-        """By parameter that trains, the bytes of what may move of its state."""
+        """The movable bytes of the state of each trained parameter, by id."""
         known = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         return {
             id(one): movable_bytes(state_sizes(self.optimizer, one), one.device)
@@ -98,19 +102,19 @@ class MovingStates:
         return open_memory(self._memory, parameter.device)
 
     def begin(self, share: float) -> None:
-        """Have ``share`` of the states away from now on."""
+        """Keep ``share`` of the states away from now on."""
         self.share, self._moving = share, self._chosen(share)
         _LOG.info("%d bytes of states of an optimizer lie in the second memory", self.movable_bytes(share))
         self.send_away()
 
     def end(self) -> None:
-        """All states are where they were."""
+        """Bring all states back, and free the room in the second memory."""
         self.bring_home(self._moving)
         self.share, self._moving = 0.0, []
         self._leases.clear()
 
     def fetch(self, parameter: torch.Tensor) -> Callable[[], FetchedState]:
-        """Begin to fetch the state of ``parameter``. Called, what is returned waits for it."""
+        """Begin to fetch the state of ``parameter``. Returns a function that waits for it."""
         state = self._of(parameter)
         coming = {key: value.place.begin() for key, value in state.items() if isinstance(value, AwayTensor)}
 
@@ -120,8 +124,8 @@ class MovingStates:
         return end
 
     def update(self, parameter: torch.Tensor, fetched: FetchedState | None, step: Callable[[], None]) -> None:
-        """Run a ``step`` of the optimizer for ``parameter`` alone, with its state there; what moves of it is in ``fetched``
-        afterwards."""
+        """Run ``step``, the optimizer's step for ``parameter`` alone, with its state in memory. Afterwards ``fetched``
+        holds the tensors that move."""
         state = self._of(parameter)
         state.update({} if fetched is None else fetched.tensors)
         self.bring_home((parameter,))
@@ -131,8 +135,8 @@ class MovingStates:
             fetched.tensors = {key: one for key, one in self._of(parameter).items() if _moves(one)}
 
     def store(self, fetched: FetchedState) -> Callable[[], None]:
-        """Begin to take the state back. Called, what is returned waits for that, and raises ``ExecutionError`` where it cannot
-        be written: then it stays."""
+        """Begin to store the state. Returns a function that waits for this. It raises an error and leaves the state in
+        memory if the state cannot be written."""
         state, tensors = self._of(fetched.parameter), fetched.tensors
         sizes = list(map(_slot, tensors.values()))
         lease, offsets = self._lease(fetched.parameter, sum(sizes)), itertools.accumulate(sizes, initial=0)
@@ -152,19 +156,19 @@ class MovingStates:
         return end
 
     def send_away(self) -> None:
-        """Take states that are there, but should not be, to the second memory."""
+        """Move states that are in memory but should be away to the second memory."""
         for parameter in self._moving:
             there = {key: one for key, one in self._of(parameter).items() if _moves(one)}
             for one in self._of(parameter).values():
-                if isinstance(one, AwayTensor):  # of which somebody had a view
+                if isinstance(one, AwayTensor):  # some code may have looked at it
                     one.place.leave()
             if there:
                 self.store(FetchedState(parameter, there))()
 
     def step_kept(self) -> None:
-        """The optimizer's step for parameters whose gradients were kept, and are away or their states move, one after the
-        other, while what the next needs comes and the former goes. The step that follows finds no gradients there, until
-        ``show_kept``."""
+        """Run the optimizer's step for parameters with kept gradients that are away, or whose states move. It goes one
+        parameter at a time, fetches the next one's data and stores the last one's meanwhile. The regular step that
+        follows finds no gradients of these, until ``show_kept``."""
         self.show_kept()
         groups = {id(one): group for group in self.optimizer.param_groups for one in group["params"]}
         moving = set(map(id, self._moving))
@@ -194,7 +198,7 @@ class MovingStates:
         fetched: FetchedState | None,
         group: dict[str, Any],
     ) -> None:
-        """The optimizer's step for ``parameter`` with its ``gradient``, which is in memory."""
+        """Run the optimizer's step for ``parameter`` with its ``gradient``, which is in memory."""
         self._kept.append((parameter, parameter.grad))
         parameter.grad = gradient
         try:
@@ -205,14 +209,14 @@ class MovingStates:
             parameter.grad = None
 
     def show_kept(self) -> None:
-        """Gradients that were kept are where they were."""
+        """Put kept gradients back into ``.grad``."""
         for parameter, gradient in self._kept:
             parameter.grad = gradient
         self._kept.clear()
         self.send_away()
 
     def bring_home(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Fetch the states of ``parameters`` for whoever reads and writes them outside of a planned pass."""
+        """Fetch the states of ``parameters`` for code that reads or writes them outside a planned pass."""
         for parameter in parameters:
             state = self._of(parameter)
             for key in [key for key, value in state.items() if isinstance(value, AwayTensor)]:
@@ -223,7 +227,7 @@ class MovingStates:
         return found
 
     def _lease(self, parameter: torch.Tensor, nbytes: int) -> Lease:
-        """Room for the state of a parameter."""
+        """Room in the second memory for the state of a parameter."""
         lease, room = self._leases.get(id(parameter), (None, 0))
         if lease is None or room < nbytes:
             lease = self._opened(parameter).lease(nbytes)
@@ -232,7 +236,7 @@ class MovingStates:
 
 
 class StatesOfAll:
-    """Of the optimizers of one model, each with its own: the same ``share`` of all."""
+    """The states of all optimizers of one model, of which the same ``share`` is away."""
 
     def __init__(self, of: Sequence[MovingStates]) -> None:
         self._of = of
@@ -245,7 +249,7 @@ class StatesOfAll:
         return sum(one.movable_bytes(share) for one in self._of)
 
     def has_room(self) -> bool:
-        """Whether there is something to move, and room for all of it."""
+        """Whether anything can move, and there is room for all of it."""
         moving = [one for one in self._of if one.movable and one.movable_bytes(1.0)]
         before = itertools.accumulate((one.movable_bytes(1.0) for one in moving), initial=0)
         return bool(moving) and all(one.has_room(more) for one, more in zip(moving, before, strict=False))
@@ -264,12 +268,12 @@ class StatesOfAll:
 
 
 def movable_bytes(sizes: Iterable[int], device: torch.device) -> int:
-    """What may move of the state of a parameter, whose tensors are of these sizes."""
+    """The movable bytes of a state whose tensors have these sizes."""
     return sum(round_up(size, device) for size in sizes if size >= _LEAST_BYTES)
 
 
 def saved_whole(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """A ``state_dict`` whose tensors are all there."""
+    """A ``state_dict`` with the tensors that are away fetched."""
     here = functools.partial(pytree.tree_map_only, AwayTensor, AwayTensor.fetched)
     return {**saved, "state": {number: here(state) for number, state in saved["state"].items()}}
 

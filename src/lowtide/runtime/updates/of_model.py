@@ -1,4 +1,4 @@
-"""The optimizers of a model that is planned, with what of them may lie in a second memory."""
+"""Collect the optimizers of a planned model, and what of them may lie in a second memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lowtide.runtime.updates.optimizer_step import plain_step
 def of_model(
     optimizer: Any, model: nn.Module, memory: str | None = None, *, moves_states: bool = False, keeps: bool = False
 ) -> UpdatingOptimizer:
-    """Of one ``optimizer`` or several. ``memory``: the name of a second memory that states may lie in, where it
-    ``moves_states``, and gradients, where it ``keeps`` them until its step. Raises ``PlanError`` for what is no optimizer, not
-    that of the model, or where two have the same parameter."""
+    """The updates of one ``optimizer`` or several. ``memory``: the name of a second memory, for states if
+    ``moves_states``, and for gradients if it ``keeps`` them until its step. Raises ``PlanError`` if something is not an
+    optimizer or not this model's, or if two optimizers share a parameter."""
     given = _checked(optimizer, model)
     name, parameters = type(model).__name__, [*model.parameters()]
-    # On accelerators clip_grad_norm_ takes the norms of all by one kernel, which may round otherwise than one by one.
+    # On accelerators, clip_grad_norm_ computes all norms in one kernel, which may round differently from one by one.
     sends = memory is not None and keeps and all(one.device.type == "cpu" for one in parameters)
     sends = sends and any(plain_step(one) is not None for one in given)
     made = []

@@ -1,4 +1,4 @@
-"""What one optimizer updates inside of backward passes, and what its ``step`` finds of that."""
+"""The updates that one optimizer makes inside backward passes, and what its ``step`` then finds."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from lowtide.runtime.updates.spent import SpentGradient, SpentGradients
 
 
 class OptimizerUpdates:
-    """Of ``optimizer``, for the parameters of a planned model of that ``name``. ``states`` that may lie elsewhere."""
+    """Updates by ``optimizer`` for parameters of a planned model named ``name``. ``states``: those that may lie in a
+    second memory."""
 
     def __init__(self, optimizer: Optimizer, name: str, states: MovingStates | None = None) -> None:
         self.optimizer, self.name, self.states = optimizer, name, states
-        self.updated: dict[int, torch.Tensor] = {}  # since the last step of the optimizer
-        self._versions: dict[int, int] = {}  # of these
-        self._skipped: set[int] = set()  # of these, those that a pass which failed has updated
+        self.updated: dict[int, torch.Tensor] = {}  # parameters updated since the optimizer's last step
+        self._versions: dict[int, int] = {}  # their versions after the update
+        self._skipped: set[int] = set()  # those of them that a failed pass has updated
         self._spent = SpentGradients()
-        self._used: dict[int, dict[str, Any]] = {}  # by group: the values that updates were made with
+        self._used: dict[int, dict[str, Any]] = {}  # by group: the hyperparameters used
         self._groups: dict[int, tuple[int, dict[str, Any]]] = {}  # by parameter: its group
-        self._known = set[int]()  # parameters that had a state before the backward passes of a step
+        self._known = set[int]()  # parameters with a state before this step's backward passes
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -37,7 +38,7 @@ class OptimizerUpdates:
         return not self._hooks
 
     def end(self) -> None:
-        """Nothing is updated any more."""
+        """Stop updating in backward passes."""
         while self._hooks:
             self._hooks.pop().remove()
         self._spent.hide(self.updated, self._skipped)
@@ -45,7 +46,7 @@ class OptimizerUpdates:
             self.states.end()
 
     def groups(self) -> dict[int, tuple[int, dict[str, Any]]]:
-        """By the id of a parameter, the number of its group and the group, as they are now."""
+        """By id of a parameter: the number of its group, and the group, as they are now."""
         self._groups = {
             id(parameter): (number, group)
             for number, group in enumerate(self.optimizer.param_groups)
@@ -54,12 +55,12 @@ class OptimizerUpdates:
         return self._groups
 
     def abandon(self) -> None:
-        """The backward pass that was under way did not come to its end: what it has updated is not updated again."""
+        """The last backward pass did not end: parameters that it updated are not updated again."""
         self._skipped.update(self.updated)
 
     def begin(self) -> None:
-        """A backward pass begins. What reads gradients in a hook before the step finds them spent, not missing, and what it
-        sets is for the step."""
+        """A backward pass begins. Order the step hooks: a user's hooks before the step see spent gradients, not missing
+        ones, and gradients that they set are for the step."""
         before: Any = self.optimizer._optimizer_step_pre_hooks  # both are ordered dictionaries
         after: Any = self.optimizer._optimizer_step_post_hooks
         for hook, hooks, last in zip(self._hooks, (before, after), (True, False), strict=False):
@@ -71,8 +72,8 @@ class OptimizerUpdates:
             self._known = set(map(id, self.optimizer.state))
 
     def check(self, parameters: list[torch.Tensor]) -> None:
-        """Raises ``ExecutionError`` where these may not be updated, since the loop is none of ``backward(); step();
-        zero_grad()``."""
+        """Raise ``ExecutionError`` if these parameters may not be updated, because the loop is not ``backward();
+        step(); zero_grad()``."""
         if self.updated.keys() - self._skipped:
             raise ExecutionError(
                 f"a backward pass has updated {len(self.updated)} parameters of {self.name}, and another one comes before "
@@ -88,8 +89,8 @@ class OptimizerUpdates:
                 )
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor, fetched: Any = None) -> Any:
-        """One step of the optimizer for the parameter alone, unless that was frozen since the forward pass; its gradient is
-        spent afterwards. ``fetched``: the ``FetchedState`` of it that is to be stored, which is returned."""
+        """Run the optimizer's step for the parameter alone, unless it was frozen since the forward pass. Its gradient
+        is spent afterwards. Returns ``fetched``, the ``FetchedState`` that is to be stored."""
         if not parameter.requires_grad:
             return fetched
         key = id(parameter)
@@ -117,7 +118,7 @@ class OptimizerUpdates:
         return fetched
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._note_known()  # of passes that none of ours was part of
+        self._note_known()  # of passes without planned calls
         self._hide()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -131,7 +132,8 @@ class OptimizerUpdates:
         return ((args[0], hiding, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": hiding})
 
     def _hide(self) -> None:
-        """Take spent gradients from what the step sees. Raises ``ExecutionError`` where it would have been another step."""
+        """Hide spent gradients from the step. Raises ``ExecutionError`` if the step would have differed from the
+        updates made."""
         for number, used in self._used.items():
             now = values_of(self.optimizer.param_groups[number]) if number < len(self.optimizer.param_groups) else {}
             changed = next((key for key in used if used[key] != now.get(key)), None)

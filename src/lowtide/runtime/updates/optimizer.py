@@ -1,11 +1,11 @@
-"""Optimizers whose updates happen inside of the backward pass.
+"""Optimizers whose updates happen inside the backward pass.
 
-Each parameter is updated by its optimizer's own ``step``, run for it alone on the optimizer's own state: the classes of
-``torch.optim`` that are taken treat every parameter by itself, so the results are those of one step for all. What the loop
-does afterwards stays as it is: ``optimizer.step()`` finds what was updated without a gradient, and does the rest.
+Each parameter is updated by its optimizer's own ``step``, run for it alone on the optimizer's own state. Only classes
+of ``torch.optim`` that treat every parameter by itself are used, so the results equal those of one step for all. The
+loop stays as it is: ``optimizer.step()`` finds no gradients for updated parameters, and does the rest.
 
-Where a backward pass may not update (``UpdatingOptimizer.begin``), gradients are kept and ``optimizer.step()`` does all. What
-can only be seen when it is too late (a step that never came, another learning rate before it) is an error.
+If a backward pass may not update (``UpdatingOptimizer.begin``), gradients are kept and ``optimizer.step()`` does all
+updates. Loops that turn out to be wrong after the update (no step, or another learning rate before it) raise an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lowtide.runtime.updates.optimizer_step import ParameterStep, plain_step
 from lowtide.runtime.updates.spent import fill_zeroed
 
 _LOG = logging.getLogger(__name__)
-_MOST_REFUSALS = 2  # in a row, after which gradients are kept from the forward pass on
+_MOST_REFUSALS = 2  # refused passes in a row; then gradients are always kept
 
 
 class Call(Protocol):
@@ -44,9 +44,9 @@ class Call(Protocol):
 
 
 class UpdatingOptimizer:
-    """The optimizers of a planned model of that ``name``, each with what it updates: ``of``. ``accumulating``: how many
-    contexts say that gradients stay, which they always do where it ``keeps`` them; ``gradients`` that leave instead of being
-    used by updates."""
+    """The optimizers of a planned model named ``name``. ``of``: what each one updates. ``accumulating``: number of
+    active contexts that keep gradients; with ``keeps`` they are always kept. ``gradients``: moves gradients away
+    instead of using them in updates."""
 
     def __init__(
         self, of: Sequence[OptimizerUpdates], name: str, gradients: MovingGradients | None = None, keeps: bool = False
@@ -59,22 +59,22 @@ class UpdatingOptimizer:
         self._said: set[str] = set()
         self._passes = OtherPasses()
         self._under_way: Any = None
-        self._by: dict[int, tuple[OptimizerUpdates, int, dict[str, Any]]] = {}  # in the backward pass under way
+        self._by: dict[int, tuple[OptimizerUpdates, int, dict[str, Any]]] = {}  # for the current backward pass
 
     def end(self) -> None:
-        """Nothing is updated any more."""
+        """Stop updating in backward passes."""
         for one in self.of:
             one.end()
         if self.gradients is not None:
             self.gradients.bring_home()
 
     def fill_zeroed(self) -> None:
-        """Where spent gradients were set to zero, others may be added to them now."""
+        """Replace spent gradients that were set to zero by real zeros, since other code may add to them now."""
         for one in self.of:
             fill_zeroed(one.optimizer)
 
     def updated(self, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Which of the flat inputs of a call may be updated in its backward pass; none where gradients are kept."""
+        """The flat inputs of a call that its backward pass may update; none if gradients are kept."""
         if self.states is not None:
             self.states.send_away()
         inside_backward = torch._C._current_graph_task_id() != -1  # of a checkpoint, say
@@ -95,12 +95,12 @@ class UpdatingOptimizer:
         )
 
     def _groups(self) -> dict[int, tuple[OptimizerUpdates, int, dict[str, Any]]]:
-        """By the id of a parameter: by whom it is updated, the number of its group there, and the group."""
+        """By id of a parameter: what updates it, the number of its group there, and the group."""
         found = ((one, key, *place) for one in self.of for key, place in one.groups().items())
         return {key: (one, number, group) for one, key, number, group in found}
 
     def _updating(self) -> list[OptimizerUpdates]:
-        """Those that may update inside; of others, why they may not is said once."""
+        """The optimizers that may update in the backward pass. For others, log once why not."""
         reasons = [(one, _reason_to_keep(one.optimizer)) for one in self.of]
         for one, reason in reasons:
             if reason is not None:
@@ -109,7 +109,7 @@ class UpdatingOptimizer:
         return [one for one, reason in reasons if reason is None]
 
     def say(self, reason: str) -> None:
-        """Why gradients are kept, once in the log."""
+        """Log once why gradients are kept."""
         if reason not in self._said:
             self._said.add(reason)
             _LOG.warning("gradients of %s are kept until optimizer.step(): %s", self.name, reason)
@@ -122,8 +122,9 @@ class UpdatingOptimizer:
         held: Iterable[torch.Tensor],
         share: float,
     ) -> Program:
-        """``program`` with the updates of the flat inputs ``updated`` in it, of which ``tensors`` are the first; not of those
-        that what is ``held`` elsewhere shares memory with. ``share``: of the states, that come from the second memory."""
+        """Add the updates of the flat inputs ``updated`` to ``program``. ``tensors``: the first flat inputs. A
+        parameter that shares memory with a tensor ``held`` elsewhere gets no update. ``share``: the part of the states
+        that lies in the second memory."""
         if self.gradients is not None:
             return self.gradients.leaving(program, updated)
         groups = self._groups()
@@ -142,7 +143,7 @@ class UpdatingOptimizer:
         return with_updates(program, steps, moves)
 
     def give_up(self, reason: str) -> None:
-        """Keep all gradients from now on, for this reason."""
+        """Keep all gradients from now on, and log the reason."""
         self._refusals = _MOST_REFUSALS
         self.say(reason)
 
@@ -151,16 +152,16 @@ class UpdatingOptimizer:
         self._passes.called(call)
 
     def begin(self, call: Call, node: Any, updated: Sequence[int]) -> bool:
-        """Whether the backward pass that has come to ``call``, to ``node`` in the graph of autograd, may update the flat inputs
-        ``updated``. Raises ``ExecutionError`` where the loop is not one of ``backward(); step(); zero_grad()``."""
+        """Whether the backward pass that reached ``call`` at autograd's ``node`` may update the flat inputs
+        ``updated``. Raises ``ExecutionError`` if the loop is not ``backward(); step(); zero_grad()``."""
         for one in self.of:
-            if self._under_way is not None:  # and did not come to its end
+            if self._under_way is not None:  # it did not end
                 one.abandon()
             one.begin()
         self._under_way = None
         if self.gradients is not None:
             self.gradients.begin()
-        if not updated:  # its gradients are kept, and so are those that others add to them
+        if not updated:  # gradients are kept, also those that other passes add
             self._passes.keeps(call.inputs)
             return False
         groups = self._by = self._groups()
@@ -182,7 +183,7 @@ class UpdatingOptimizer:
         return True
 
     def _refused(self, call: Call, node: Any, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Why this backward pass may not update."""
+        """Why this backward pass may not update, or ``None``."""
         if any(one.ended for one in self.of):
             return "the model was restored after its forward pass"
         if self.accumulating and self.gradients is None:
@@ -201,7 +202,7 @@ class UpdatingOptimizer:
         return None
 
     def _update(self, parameter: torch.Tensor, *gradient: Any) -> Any:
-        """By the optimizer that has the parameter by now."""
+        """Run the update with the optimizer that has the parameter now."""
         return self._by[id(parameter)][0].update(parameter, *gradient)
 
     def finished(self, call: Call) -> None:
@@ -210,16 +211,16 @@ class UpdatingOptimizer:
             self._under_way = None
 
     def has_updated(self, call: Call) -> bool:
-        """Whether the backward pass through ``call``, which is under way, has made any, or sent gradients away."""
+        """Whether the current backward pass through ``call`` has updated parameters or sent gradients away."""
         changed = self._count() > 0 or (self.gradients is not None and self.gradients.sent)
         return changed and self._under_way is not None and self._under_way() is call
 
     def _count(self) -> int:
-        """Of parameters that were updated since the last step of their optimizer."""
+        """Number of parameters updated since the last step of their optimizer."""
         return sum(len(one.updated) for one in self.of)
 
     def failed(self, error: BaseException) -> None:
-        """The backward pass has raised ``error``: say how far it came."""
+        """The backward pass raised ``error``: add a note that says how many parameters it had updated."""
         if self._count() and self._under_way is not None:
             error.add_note(
                 f"lowtide: {self._count()} parameters of {self.name} had been updated before this error, the others not. "
@@ -228,7 +229,7 @@ class UpdatingOptimizer:
 
 
 def _reason_to_keep(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why gradients of its parameters are kept."""
+    """Why gradients for this optimizer are kept, or ``None``."""
     if plain_step(optimizer) is None:
         return f"{type(optimizer).__name__} is none of torch.optim's that treat every parameter by itself"
     if any(group.get("differentiable") for group in optimizer.param_groups):

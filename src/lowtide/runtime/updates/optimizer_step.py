@@ -1,4 +1,5 @@
-"""One step of an optimizer for one parameter: the optimizer's own ``step``, and the operator of a program that runs it."""
+"""One step of an optimizer for one parameter: the optimizer's own ``step``, and the operator that runs it in a
+program."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ _NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 _PER_PARAMETER: tuple[type[Optimizer], ...] = tuple(getattr(optim, name) for name in _NAMES if hasattr(optim, name))
-_LATE_STEP = 1000.0  # at which optimizers that begin otherwise (RAdam) take what they take from then on
+_LATE_STEP = 1000.0  # by then, optimizers with a special start (RAdam) use their final memory
 
 
 class ParameterStep:
-    """Calls ``update`` for a parameter, which a group of ``optimizer`` has; as an operator it is known by the optimizer and the
-    group's values."""
+    """The operator that calls ``update`` for a parameter in a ``group`` of ``optimizer``. Its name contains the
+    optimizer and the group's values."""
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any], update: Callable[..., Any]) -> None:
         self.optimizer, self._update = optimizer, update
@@ -34,7 +35,7 @@ class ParameterStep:
         return self._update(*read)
 
     def rehearsal(self) -> Callable[..., Any]:
-        """The same for other tensors, on a state of its own, as it is after many steps."""
+        """The same operator for other tensors, with its own state as after many steps; for measuring."""
         optimizer, state = self.optimizer, defaultdict[Any, dict[str, Any]](dict)
         first = optimizer.state.get(self._first, {}) if isinstance(optimizer, optim.Adagrad) else {}
 
@@ -60,23 +61,23 @@ class ParameterStep:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group tells its optimizer beside its parameters."""
+    """The hyperparameters of a group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def values_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group tells its optimizer; of tensors which they are, and the count of writes into them."""
+    """The hyperparameters of a group for comparison; tensors by id and version."""
     return {key: (id(v), v._version) if isinstance(v, torch.Tensor) else v for key, v in options_of(group).items()}
 
 
 def step_for(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, state: Any) -> None:
-    """The optimizer's own step for one parameter with the values of ``group``."""
+    """Run the optimizer's own step for one parameter, with the values of ``group``."""
     step = plain_step(optimizer)
     assert step is not None
     one = object.__new__(type(optimizer))
     own = {**group, "params": [parameter]}
     if own.get("foreach") is None and not own.get("fused") and "foreach" in own and parameter.device.type != "cpu":
-        # One for all of a group: what a single parameter would choose may be another kernel.
+        # Use the choice for the whole group: a single parameter might get another kernel.
         together = _default_to_fused_or_foreach(list(group.get("params", ())), False, use_fused=False)[1]
         own["foreach"] = None if together else False
     one.__dict__.update(optimizer.__dict__, param_groups=[own], state=state)
@@ -84,7 +85,8 @@ def step_for(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tenso
 
 
 def order_state(optimizer: Optimizer, known: Collection[int]) -> None:
-    """Put what is not ``known`` into the order of the parameters, in which a step for all of them creates it."""
+    """Sort states that are not ``known`` by the order of parameters, as one step for all parameters would create
+    them."""
     state = optimizer.state
     if len(state) == len(known):
         return
@@ -95,7 +97,7 @@ def order_state(optimizer: Optimizer, known: Collection[int]) -> None:
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[Any], Any] | None:
-    """The step of the class without hooks, where that is one of those that treat every parameter by itself."""
+    """The step of the class without hooks, if the class treats every parameter by itself; else ``None``."""
     kind = type(optimizer)
     step = getattr(kind.step, "__wrapped__", None)
     for known in _PER_PARAMETER:
@@ -107,7 +109,7 @@ def plain_step(optimizer: Optimizer) -> Callable[[Any], Any] | None:
 
 
 def _kind(value: Any) -> str:
-    """Of a value of a group, as far as it may matter for what an update takes."""
+    """A text for a value of a group, as far as it may affect the cost of an update."""
     if isinstance(value, (tuple, list)):
         return "(" + ",".join(map(_kind, value)) + ")"
     if isinstance(value, torch.Tensor):

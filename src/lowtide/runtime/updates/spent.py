@@ -1,8 +1,8 @@
-"""What stands in ``.grad`` for a gradient that was used up by the update of its parameter.
+"""A placeholder in ``.grad`` for a gradient that the update of its parameter has used up.
 
-It has the gradient's shape and type and no memory. The optimizer's ``step`` does not see it (``updates.optimizer``), and
-``zero_grad`` takes it away; whatever else would read it (clipping by a norm, a gradient scaler, a log of norms, a further
-gradient that is to be added) is told that the gradient is gone, so that none goes wrong in silence.
+It has the gradient's shape and type but no memory. ``optimizer.step()`` does not see it (``updates.optimizer``), and
+``zero_grad`` removes it. Any other code that would read it (clipping by a norm, a gradient scaler, a log of norms, a
+gradient to be added) gets an error that says that the gradient is gone, instead of a wrong result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ELSEWHERE = (_ATEN.detach.default, _ATEN.alias.default, _ATEN._to_copy.default)
 
 
 class SpentGradient(torch.Tensor):
-    """A gradient without memory. ``is_zeroed``: whether it was set to zero since, so that it counts as none."""
+    """A gradient without memory. ``is_zeroed``: whether it was set to zero since, and so counts as no gradient."""
 
     is_zeroed: bool
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -72,13 +72,13 @@ class SpentGradient(torch.Tensor):
 
 
 class SpentGradients:
-    """One for each parameter, made again where that became another."""
+    """One placeholder per parameter, remade if the parameter's shape, type or device changes."""
 
     def __init__(self) -> None:
         self._latest: dict[int, SpentGradient] = {}
 
     def made(self, parameter: torch.Tensor) -> SpentGradient:
-        """In the place of a gradient that was used now."""
+        """The placeholder for a gradient that was used now."""
         spent, kind = self._latest.get(id(parameter)), (parameter.shape, parameter.dtype, parameter.device)
         if spent is None or (spent.shape, spent.dtype, spent.device) != kind:
             spent = self._latest[id(parameter)] = SpentGradient.of(parameter)
@@ -86,25 +86,25 @@ class SpentGradients:
         return spent
 
     def show(self, updated: Mapping[int, torch.Tensor]) -> None:
-        """Put them into ``.grad`` of updated parameters that have no gradient."""
+        """Put placeholders into ``.grad`` of updated parameters without a gradient."""
         for key, parameter in updated.items():
             if parameter.grad is None:
                 parameter.grad = self._latest[key]
 
     def hide(self, updated: Mapping[int, torch.Tensor], all_of: Collection[int]) -> None:
-        """Take them from ``.grad``, and whatever is in that of the parameters ``all_of``."""
+        """Remove placeholders from ``.grad``, and any gradient of the parameters ``all_of``."""
         for key, parameter in updated.items():
             if key in all_of or isinstance(parameter.grad, SpentGradient):
                 parameter.grad = None
 
     def replaced(self, keys: Collection[int], updated: Mapping[int, torch.Tensor]) -> set[int]:
-        """Those of the ``keys`` of updated parameters for which something else is in ``.grad`` now, or zeros."""
+        """Those ``keys`` of updated parameters whose ``.grad`` is no longer the placeholder, or was set to zero."""
         gradients = ((key, updated[key].grad) for key in keys)
         return {key for key, one in gradients if not isinstance(one, SpentGradient) or one.is_zeroed}
 
 
 def fill_zeroed(optimizer: torch.optim.Optimizer) -> None:
-    """Where spent gradients were set to zero, others may be added to them now."""
+    """Replace placeholders that were set to zero by real zeros, since other gradients may be added to them now."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if isinstance(parameter.grad, SpentGradient) and parameter.grad.is_zeroed:
             parameter.grad = torch.zeros_like(parameter)
