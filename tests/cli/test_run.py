@@ -187,6 +187,22 @@ def test_a_larger_call_that_does_not_fit(
     printed, said = capsys.readouterr()
     assert printed.splitlines() == expected.splitlines()[:2]
     assert "lowtide: Chain: planner auto found no schedule" in said and "--skip Chain" in said
+    assert said.count("more than 60% of its pass: its backward pass ends the script") == 2  # at once, and at the end
+
+
+def test_what_is_found_out_again_is_told_once(tmp_path: Path, as_alone: AsAlone) -> None:
+    script = tmp_path / "unread.py"
+    script.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x, unread):\n"
+        "        return super().forward(x).tanh()\n"
+        "model = Net(8, 8)\n"
+        "for rows in (64, 128, 256):\n"
+        "    model(torch.ones(2, 8), torch.ones(rows)).sum().backward()\n"
+    )
+    _, said, _ = as_alone(["--budget", "60%"], [str(script)])
+    assert said.count("Net runs without a plan") == 1
 
 
 def test_a_model_of_which_nothing_can_be_freed(tmp_path: Path, as_alone: AsAlone) -> None:
@@ -456,6 +472,35 @@ def test_advice_is_on_what_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.findall(r"^(.*): where memory goes", printed, re.MULTILINE) == ["Lazy", "Probed"]
     for predicted, measured in re.findall(r"backward pass +([\d.]+) KiB predicted, ([\d.]+) KiB measured", printed):
         assert float(predicted) == pytest.approx(float(measured), rel=0.2)  # a loss is outside of them
+
+
+def test_advice_where_the_script_recomputes_by_itself(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A budget is suggested only below what the script takes as it is, and no object warns that it was looked at."""
+    script = tmp_path / "checkpointed.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from torch.utils.checkpoint import checkpoint\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2))\n"
+        "    def forward(self, x):\n"
+        "        for block in self.blocks:\n"
+        "            x = x + checkpoint(block, x, use_reentrant=False)\n"
+        "        return x\n"
+        "model = Net()\n"
+        "for _ in range(3):\n"
+        "    model(torch.ones(512, 8)).square().mean().backward()\n"
+    )
+    assert main(["advise", str(script)]) == 0
+    printed, _ = capsys.readouterr()
+    ((budget, own),) = re.findall(r"takes ([\d.]+) KiB instead of the ([\d.]+) KiB that it takes by its own", printed)
+    assert float(budget) < float(own)
+    assert f"{own} KiB measured" in printed
+    assert not [warning for warning in recwarn if "reduce_op" in str(warning.message)]
 
 
 def test_a_loss_outside_of_the_model_is_told_of(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lowtide.capture import capture
+from lowtide.capture.trace.checkpoints import is_left_to_plan
 from lowtide.integrations.roots import Root, Roots, not_planned, refused
 from lowtide.ir import Costs
 from lowtide.pipeline import make_program_plan, program_costs
@@ -40,13 +41,19 @@ class Enough(SystemExit):
 @dataclass
 class Watched:
     """A trained module, its ``program`` at its first call, or a much larger one, and what it takes ``beside`` a pass, by name
-    in bytes."""
+    in bytes. ``checkpoints``: whether it recomputes by itself (``torch.utils.checkpoint``), which the program does not."""
 
     root: Root
     program: Program
     costs: Costs
     parameters: list[nn.Parameter]  # as long as it is watched
     beside: dict[str, int]
+    checkpoints: bool = False
+
+    @property
+    def own_bytes(self) -> int | None:
+        """Of a pass as the script runs it, where that recomputes by itself and was measured."""
+        return self.root.measured_bytes if self.checkpoints else None
 
 
 class Watch:
@@ -88,7 +95,7 @@ class Watch:
             beside["gradients, within the pass"] = _tensor_bytes(one for one in parameters if one.requires_grad)
             inside = set(map(id, module.modules()))  # what was called by itself before, and this at a smaller call
             self.watched = [one for one in self.watched if id(one.root.module()) not in inside]
-            self.watched.append(Watched(root, program, costs, parameters, beside))
+            self.watched.append(Watched(root, program, costs, parameters, beside, is_left_to_plan(module)))
         if root.outside:
             self._say(f"{root.name} cannot be planned as a whole: {root.outside}")
         root.outside = root.outside or "it is watched"
@@ -105,7 +112,8 @@ class Watch:
     def _pass_ended(self) -> None:
         if self.roots.passes < self._steps or self._done or self._optimizer is not None:
             return
-        self._optimizer = next((one for one in gc.get_objects() if isinstance(one, Optimizer)), None)
+        # By its type: some objects warn when they are asked for their class.
+        self._optimizer = next((one for one in gc.get_objects() if issubclass(type(one), Optimizer)), None)
         if self._optimizer is None and self.watched:
             raise Enough(0)
 
@@ -140,12 +148,15 @@ class Advice:
         return "\n\n".join(parts)
 
     def _suggestion(self, script: str) -> str:
-        point, whole = self.suggested, self.curve.unconstrained_peak_bytes
+        point, whole, own = self.suggested, self.curve.unconstrained_peak_bytes, self.watched.own_bytes
+        now = "the whole pass" if own is None else f"the {format_bytes(own)} that it takes by its own checkpointing"
         if point is None:
-            return "no budget below the whole pass is met: nothing would be gained"
-        saved, share = format_bytes(whole - point.budget_bytes), -(-100 * point.budget_bytes // max(whole, 1))
-        costs = format_percent(self.curve.overhead(point.time_ns))
-        gain = f"takes {saved} less, and {costs} longer per pass (predicted)"
+            return f"no budget below {now} is met: nothing would be gained"
+        share = -(-100 * point.budget_bytes // max(whole, 1))
+        costs = f"{format_percent(self.curve.overhead(point.time_ns))} longer per pass (predicted)"
+        gain = f"takes {format_bytes(whole - point.budget_bytes)} less, and {costs}"
+        if own is not None:
+            gain = f"takes {format_bytes(point.budget_bytes)} instead of {now},\n  and is {costs} than without recomputation"
         return f"lowtide run --budget {share}% {script}\n  {gain}"
 
 
@@ -164,7 +175,8 @@ def advise(watched: Watched, on_progress: Progress | None = None) -> Advice:
     whole = plain.unconstrained_peak_bytes
     budgets = [whole * share // 100 for share in SHARES]
     curve = make_curve(program.graph, costs, budgets=budgets, on_progress=on_progress)
-    less = [point for point in curve.points if point.budget_bytes < whole]
+    taken = whole if watched.own_bytes is None else min(whole, watched.own_bytes)
+    less = [point for point in curve.points if point.budget_bytes < taken]
     cheap = [point for point in less if curve.overhead(point.time_ns) <= WORTHWHILE]
     suggested = cheap[-1] if cheap else (less[0] if less else None)
     plan = plain

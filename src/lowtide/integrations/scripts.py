@@ -90,16 +90,23 @@ def planned_roots(settings: Mapping[str, Any], skip: Collection[str], say: Calla
     shapes, and not for what is little.
     """
 
+    told: set[str] = set()
+
+    def tell(line: str) -> None:
+        if line not in told:  # of a model that is asked about again
+            told.add(line)
+            say(line)
+
     def infeasible(root: Root, error: InfeasibleBudgetError) -> None:
         _too_small(root, error, settings["budget"])
-        say(f"{root.name} runs without a plan: {root.outside}")
+        tell(f"{root.name} runs without a plan: {root.outside}")
 
     def found(root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         reason = f"{type(module).__name__} was named by --skip" if type(module).__name__ in skip else ""
         root.outside = reason or not_planned(module)
         if not root.outside:
             _plan(root, module, args, kwargs, settings)
-        say(f"{root.name} {f'runs without a plan: {root.outside}' if root.outside else _promise(module)}")
+        tell(f"{root.name} {f'runs without a plan: {root.outside}' if root.outside else _promise(module)}")
 
     return Roots(found, infeasible=infeasible)
 
@@ -139,6 +146,7 @@ def _too_small(root: Root, error: InfeasibleBudgetError, budget: Any) -> None:
     elif freed < _WORTH_FREEING * whole:
         root.outside = f"plans could free no more than {format_bytes(freed)} of the {format_bytes(whole)} of its pass"
     else:
+        root.outside += ": its backward pass ends the script"
         root.too_small = ends
 
 
