@@ -39,7 +39,7 @@ def _at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     assert nn.Module.__call__ is call
     assert torch.autograd.backward is backward
-    assert "__reduce_ex__" not in vars(nn.Module)
+    assert vars(nn.Module).keys().isdisjoint(("__reduce_ex__", "__prepare_scriptable__"))
     assert (sys.argv, sys.path) == (argv, path)
     for name in ("package", "package.gan"):
         sys.modules.pop(name, None)
@@ -315,6 +315,32 @@ def test_an_impossible_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the smallest budget it can meet is" in said
     assert main(["run", "--budget", "1KiB", "--skip", "Net", "plain.py", "0", "0"]) == 0
     assert "0 of 6" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings(*IGNORED)
+def test_scripted_models(tmp_path: Path, as_alone: AsAlone) -> None:
+    """``torch.jit.script`` takes a trained model, by itself and in another one, and training goes on by its plan."""
+    script = tmp_path / "scripted.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "torch.manual_seed(0)\n"
+        "model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))\n"
+        "class Outer(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.model = model\n"
+        "    def forward(self, x):\n"
+        "        return self.model(x) + 1\n"
+        "outer = Outer()\n"
+        "for _ in range(2):\n"
+        "    model(torch.randn(512, 16)).square().mean().backward()\n"
+        "    for scripted in torch.jit.script(model), torch.jit.script(outer):\n"
+        "        print(scripted.code, scripted(torch.ones(2, 16)).sum().item().hex())\n"
+        "    assert outer.model is model\n"
+    )
+    _, _, summary = as_alone(["--budget", "70%"], [str(script)])
+    assert _model(summary, "Sequential")["planned_calls"] == 2
 
 
 @pytest.mark.filterwarnings(*IGNORED)

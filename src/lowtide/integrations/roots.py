@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide.api import restore, runtime_of
 from lowtide.capture.trace.patches import replaced
 from lowtide.errors import CaptureError, InfeasibleBudgetError, LowtideError
+from lowtide.integrations.unplanned import made_of_without_plans
 from lowtide.memory.allocators import PeakWindow, allocated_bytes, meter_of
 from lowtide.objects import structure
 from lowtide.planning import Plan
@@ -143,7 +144,7 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
             # Dynamo inlines the forward pass of modules that have the function that it knows.
             for users in (utils, nn_module):
                 stack.enter_context(replaced(users, "unpatched_nn_module_call", call))
-            stack.enter_context(_pickled_without_plans())
+            stack.enter_context(made_of_without_plans())
             self._stack = stack.pop_all()
         return self
 
@@ -290,7 +291,8 @@ def bytes_of(arguments: Any) -> int:
 
 def inside_of(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` was given, of one that it made; else the module."""
-    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
+    modules, name = module.__dict__.get("_modules", {}), "_orig_mod"  # of a scripted module these are no dictionary
+    inner = modules[name] if name in modules else module  # noqa: SIM401
     return inner if isinstance(inner, nn.Module) else module
 
 
@@ -325,26 +327,3 @@ def not_planned(module: nn.Module) -> str:
     if type(module).__name__ == "FullyShardedDataParallel":
         return "FullyShardedDataParallel flattens its parameters; use fully_shard, its successor"
     return ""
-
-
-@contextlib.contextmanager
-def _pickled_without_plans() -> Iterator[None]:
-    """Inside, modules are saved and copied as they are without this package."""
-
-    def reduce(module: nn.Module, protocol: Any) -> Any:
-        reduced = object.__reduce_ex__(module, protocol)
-        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-            return reduced
-        planned: Any = reduced[2].get("forward")
-        if not getattr(planned, "_lowtide_runtime", False):
-            return reduced
-        state = {name: value for name, value in reduced[2].items() if name != "forward"}
-        if planned.had_instance_forward:
-            state["forward"] = planned.original_forward
-        return (*reduced[:2], state, *reduced[3:])
-
-    nn.Module.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del nn.Module.__reduce_ex__
