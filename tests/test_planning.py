@@ -16,6 +16,8 @@ from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError, Sched
 from lowtide.ir import simulate
 from lowtide.ir.serial import dag_from_json
 from lowtide.planning import Plan, make_plan
+from lowtide.planning.make import infeasible
+from lowtide.solve import Problem, Solution, Status, minimum_peak
 from tests.solve.small_graphs import chain
 from tests.support.chains import LAYER_BYTES, chain_dag
 
@@ -83,6 +85,14 @@ def test_infeasible_names_a_reachable_minimum_and_the_bottleneck() -> None:
     assert minimum > 2 * LAYER_BYTES
     assert caught.value.operator in {op.name for op in GRAPH.ops}
     assert _plan(budget=minimum).peak_bytes <= minimum
+
+
+def test_infeasible_names_a_minimum_that_the_planner_does_not_tell() -> None:
+    problem, unsolved = Problem(GRAPH, COSTS, 1), Solution("chen-sqrt", Status.UNSOLVED, None, 0, 0)
+    least, _ = minimum_peak(GRAPH, COSTS)
+    assert infeasible(problem, unsolved, 1, "chen-sqrt").minimum_bytes == least
+    told = dataclasses.replace(unsolved, minimum_bytes=least + 1)
+    assert infeasible(problem, told, 1, "chen-sqrt").minimum_bytes == least + 1
 
 
 def test_infeasible_says_what_the_least_budget_costs_and_what_a_little_more_saves() -> None:

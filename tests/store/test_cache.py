@@ -16,7 +16,7 @@ import pytest
 
 from lowtide.errors import PlanError
 from lowtide.store import Cache, cache_folder, write_atomically
-from lowtide.store.files import LEFTOVER_SECONDS
+from lowtide.store.files import LEFTOVER_SECONDS, mark_used
 from tests.store.disks import full_disk
 from tests.store.entries import signed
 
@@ -174,6 +174,17 @@ def test_the_entries_used_last_stay(tmp_path: Path) -> None:
     assert cache.get("a", decode) == ROW
     cache.put("d", ROW)
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["a", "c", "d"]
+
+
+def test_a_file_that_is_used_does_not_look_written(tmp_path: Path) -> None:
+    """Whatever the file system notes of reads by itself."""
+    path = tmp_path / "entry.json"
+    path.write_text("{}")
+    os.utime(path, (1000, 2000))
+    mark_used(path)
+    assert path.stat().st_mtime == 2000
+    assert path.stat().st_atime > time.time() - 3600
+    mark_used(tmp_path / "gone.json")
 
 
 def test_leftovers_of_killed_processes_are_swept(tmp_path: Path) -> None:
