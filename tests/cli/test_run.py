@@ -591,6 +591,33 @@ def test_as_a_command(tmp_path: Path) -> None:
     assert "2 of 2" in ended.stderr
 
 
+def test_what_a_script_leaves_running(tmp_path: Path) -> None:
+    """Its threads train by plans to their end, beside a pool that nobody closed; they and functions for the end of the process
+    find its classes."""
+    script = tmp_path / "threads.py"
+    script.write_text(
+        "import atexit, concurrent.futures, pickle, threading, torch\n"
+        "from torch import nn\n"
+        "class Net(nn.Sequential): pass\n"
+        "model = Net(nn.Linear(8, 8), *(nn.Tanh() for _ in range(6)))\n"
+        "def train():\n"
+        "    threading.main_thread().join(0.5)\n"  # long enough for the script to end
+        "    for _ in range(2):\n"
+        "        model(torch.ones(512, 8)).sum().backward()\n"
+        "    print(type(pickle.loads(pickle.dumps(model))).__name__)\n"
+        "atexit.register(lambda: print(pickle.loads(pickle.dumps(Net())), 'at the end'))\n"
+        "threading.Thread(target=train).start()\n"
+        "concurrent.futures.ThreadPoolExecutor().submit(int)\n"
+        "raise SystemExit(4)\n"
+    )
+    command = [sys.executable, "-m", "lowtide", "run", "--budget", "80%", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300)
+    assert ended.returncode == 4, ended.stderr
+    assert ended.stdout.splitlines() == ["Net", "Net() at the end"]
+    assert "2 of 2" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_profilers_of_modules() -> None:
     """They look for a module in the variables of what stands in the place of its call."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())

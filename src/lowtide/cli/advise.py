@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         writer_of(options.output)  # an unknown extension is an error now
     from lowtide.integrations.advice import Watch, advise
-    from lowtide.integrations.scripts import run_script
+    from lowtide.integrations.interpreter import run_script
 
     watch = Watch(options.steps, say)
     with watch:

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if options.report and not options.report.endswith(".json"):
         writer_of(options.report)  # an unknown extension is an error now
     settings = _settings(options)
-    from lowtide.integrations.scripts import run_script
+    from lowtide.integrations.interpreter import run_script
 
     if options.online:
         with _online(options):

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lowtide.capture import capture
 from lowtide.capture.trace.checkpoints import is_left_to_plan
+from lowtide.integrations.interpreter import Enough
 from lowtide.integrations.roots import Root, Roots, not_planned, refused
 from lowtide.ir import Costs
 from lowtide.pipeline import make_program_plan, program_costs
@@ -32,10 +33,6 @@ from lowtide.units import format_bytes, format_percent
 SHARES = (90, 80, 70, 60, 50, 40, 30)  # percent of the peak: the budgets that are priced
 _MOST_ROWS = 40
 WORTHWHILE = 0.1  # the overhead up to which less memory is suggested
-
-
-class Enough(SystemExit):
-    """The script has run as many steps as were asked for."""
 
 
 @dataclass

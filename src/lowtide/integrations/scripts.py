@@ -1,85 +1,22 @@
-"""A training script as it is: run as Python runs it, and what it trains planned where it is found (``integrations.roots``)."""
+"""What a training script trains, planned where it is found (``integrations.roots``), and told of."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-import runpy
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 from lowtide.api import plans, rematerialize
 from lowtide.budget import is_percentage, parse_reserve
-from lowtide.errors import InfeasibleBudgetError, LowtideError, PlanError
-from lowtide.integrations import roots
+from lowtide.errors import InfeasibleBudgetError
 from lowtide.integrations.roots import Root, Roots, not_planned, refused
 from lowtide.units import format_bytes, format_percent
 
-INTERRUPTED = 130
 SMALL_BYTES = 1 << 20  # a pass below this is not worth an error
 _WORTH_FREEING = 0.02  # of a pass
 _OVER = 0.01  # of the budget is not worth a line
-_OURS = (__file__, roots.__file__, runpy.__file__, "<frozen runpy>")
-
-
-def run_script(target: str, arguments: Sequence[str], *, as_module: bool) -> int:
-    """Run a file, or a module by its name, as ``python`` does; returns the exit code.
-
-    Raises ``PlanError`` where there is no such file or module, and whatever error of this package ends the script.
-    """
-    folder = os.getcwd() if as_module else os.path.dirname(os.path.realpath(target))
-    with _process(target, arguments, folder):
-        try:
-            if as_module:
-                runpy.run_module(target, run_name="__main__", alter_sys=True)
-            else:
-                if not os.path.exists(target):
-                    raise PlanError(f"there is no script {target}; give a file, or a module with -m.")
-                runpy.run_path(target, run_name="__main__")
-        except LowtideError:
-            raise
-        except SystemExit as ended:
-            if ended.code is None or isinstance(ended.code, int):
-                return ended.code or 0
-            print(ended.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-            return 1
-        except BaseException as error:  # noqa: BLE001 - the interpreter's own last resort
-            own = _without_our_frames(error.__traceback__)
-            if own is None and isinstance(error, ImportError):
-                raise PlanError(f"{target} cannot be run: {error}.") from None
-            sys.excepthook(type(error), error.with_traceback(own), own)
-            return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    return 0
-
-
-@contextlib.contextmanager
-def _process(target: str, arguments: Sequence[str], folder: str) -> Iterator[None]:
-    """Inside, arguments and the first folder of the path are those of the script."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [target, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = folder
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
-
-
-def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
-    entries = []
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename not in _OURS:
-            entries.append(traceback)
-        traceback = traceback.tb_next
-    rest = None
-    for entry in reversed(entries):
-        rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return rest
 
 
 def planned_roots(settings: Mapping[str, Any], skip: Collection[str], say: Callable[[str], None]) -> Roots:
