@@ -435,7 +435,7 @@ def test_nothing_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     printed, said = capsys.readouterr()
     assert printed == f"['--budget', '3', '-m', 'x'] {tmp_path} __main__ {script}\n"
     assert said.startswith("done\n")
-    assert "no module was called in training mode" in said
+    assert "called no module in training mode" in said
     assert main(["advise", str(script)]) == 2
     assert "nothing to advise on" in capsys.readouterr().err
 
@@ -498,6 +498,34 @@ def test_advice_is_on_what_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.findall(r"^(.*): where memory goes", printed, re.MULTILINE) == ["Lazy", "Probed"]
     for predicted, measured in re.findall(r"backward pass +([\d.]+) KiB predicted, ([\d.]+) KiB measured", printed):
         assert float(predicted) == pytest.approx(float(measured), rel=0.2)  # a loss is outside of them
+
+
+def test_advice_leaves_forked_processes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process that ended after some steps would be waited for, for ever."""
+    script = tmp_path / "forks.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "def train(steps):\n"
+        "    for _ in range(steps):\n"
+        "        model(torch.ones(4, 8)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "reads, writes = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    try:\n"
+        "        train(2)\n"
+        "        os.write(writes, b'trained')\n"
+        "    finally:\n"
+        "        os._exit(0)\n"
+        "os.close(writes)\n"
+        "print(os.read(reads, 99))\n"
+        "train(1)\n"
+    )
+    assert main(["advise", "--steps", "1", str(script)]) == 0
+    printed, _ = capsys.readouterr()
+    assert printed.startswith("b'trained'")
+    assert "Sequential: where memory goes" in printed
 
 
 def test_advice_where_the_script_recomputes_by_itself(

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.flush()
     if not watch.watched:
         outside = [f"{root.name}: {root.outside}" for root in watch.roots.roots]
-        none = "no module was called in training mode (model.train()) with gradients"
+        none = "this process called no module in training mode (model.train()) with gradients"
         raise LowtideError(f"there is nothing to advise on: {'; '.join(outside) or none}.")
     script = shlex.join([*(["-m"] if as_module else []), target, *arguments])
     for watched in watch.watched:

@@ -138,7 +138,7 @@ def _summarize(found: Roots, options: argparse.Namespace) -> None:
     if not _speaks():
         return
     if not found.roots:
-        say("nothing was planned: no module was called in training mode (model.train()) with gradients")
+        say("nothing was planned: this process called no module in training mode (model.train()) with gradients")
     else:
         lines = table_lines([HEADER, *map(cells, found.roots[:_MOST_ROWS])])
         more = len(found.roots) - _MOST_ROWS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Watch:
         self._steps, self._say = steps, say
         self._done: Counter[int] = Counter()  # steps by the optimizer's id
         self._optimizer: Optimizer | None = None  # that has not made a step
+        self._process = os.getpid()  # those that it forks run on
 
     def __enter__(self) -> Watch:
         self._hook = register_optimizer_step_post_hook(self._stepped)
@@ -79,7 +81,7 @@ class Watch:
             watched.parameters.clear()
 
     def _found(self, root: Root, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        reason = not_planned(module)
+        reason = not_planned(module) if os.getpid() == self._process else "another process trains it"
         if reason:
             root.outside = reason
             return
@@ -98,6 +100,8 @@ class Watch:
         root.outside = root.outside or "it is watched"
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() != self._process:
+            return
         for watched in self.watched:
             states = [optimizer.state[p] for p in watched.parameters if p in optimizer.state]
             name = f"states of {type(optimizer).__name__}"
@@ -107,7 +111,8 @@ class Watch:
             raise Enough(0)
 
     def _pass_ended(self) -> None:
-        if self.roots.passes < self._steps or self._done or self._optimizer is not None:
+        is_early = self.roots.passes < self._steps or os.getpid() != self._process
+        if is_early or self._done or self._optimizer is not None:
             return
         # By its type: some objects warn when they are asked for their class.
         self._optimizer = next((one for one in gc.get_objects() if issubclass(type(one), Optimizer)), None)
