@@ -50,7 +50,7 @@ class OnlineInstead:
         """A call with these flat inputs may run by a plan. The first ``states`` are the model's."""
         self._largest_bytes = max(self._largest_bytes, strided_bytes(inputs[states:]))
         if self._passes is not None:
-            backward = 0 if self._parts is None else self._parts.passes - self._parts_passes  # which called submodules
+            backward = 0 if self._parts is None else self._parts.passes - self._parts_passes  # of called submodules
             self._are_its_own &= ModelCall.begun == self._passes + backward
 
     def called(self, parts: CurrentStep | None = None) -> None:
