@@ -1,7 +1,7 @@
-"""One memory budget for several programs of a step: parts of a model, graphs of ``torch.compile``.
+"""One memory budget for several programs of a step: parts of a model, or graphs of ``torch.compile``.
 
-``constraints`` says what must fit at each point of the step, ``choice`` searches for plans with which it does. How programs
-are planned is the caller's: planners know nothing of each other.
+``constraints`` says what must fit at each point of the step. ``choice`` searches for plans that meet it. The caller
+supplies the function that plans one program; planners know nothing of each other.
 """
 
 from lowtide.sharing.assignment import Assignment, Planning, Share

@@ -1,12 +1,11 @@
 """One plan for all processes of a distributed training that run the same program.
 
-Measured times differ from process to process, and so would plans. So a program and its settings have a key, and the
-processes meet at that key in the store of the default process group: the first one to come measures and plans, the others
-take its plan, check and simulate it on their own graph.
+Measured times differ between processes, and so would plans. So a program with its settings has a key, and processes
+meet at that key in the store of the default process group. The first one measures and plans; the others take its plan,
+and check and simulate it on their own graph.
 
-No collective is involved, and nobody waits for a process that does not plan: ranks that see different shapes in a step, or
-different models, ask for different keys and do not meet. A planner that fails says so, and the others plan (and fail) by
-themselves.
+This uses no collective, so no rank waits for one that does not plan: ranks with other shapes or models use other keys.
+If the planner fails, it says so in the store, and the others plan (and fail) by themselves.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from lowtide.program.sizes import program_device
 from lowtide.store import content_key
 
 _LOG = logging.getLogger(__name__)
-_PATIENCE_SECONDS = 1800.0  # how long a plan may take to be made elsewhere; then it is made here
+_PATIENCE_SECONDS = 1800.0  # how long to wait for another process's plan before planning here
 _POLL_SECONDS = 0.02
-_CALLS_AHEAD = 4  # from hearing of a better plan to its exchange
+_CALLS_AHEAD = 4  # from the publication of a better plan to its exchange
 
 
 def several_processes() -> bool:
-    """Whether this process is one of several of a distributed training, not of one that is only on paper."""
+    """Whether this process is one of several in a distributed training (not with the ``fake`` backend)."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return False
@@ -41,9 +40,9 @@ def several_processes() -> bool:
 
 
 def agreed_plan(program: Program, asked: Any, make: Callable[[], Plan]) -> Plan:
-    """The plan that the first process to ask for this program made with ``make``; here, if this is the first.
+    """The plan for this program from the first process that asked for it, made with ``make`` if this is the first one.
 
-    ``asked`` is whatever else a plan depends on, of parts that ``content_key`` takes.
+    ``asked``: everything else that the plan depends on, as parts that ``content_key`` takes.
     """
     store = default_store()
     key = f"lowtide/{program_key(program, asked)}"
@@ -59,11 +58,11 @@ def agreed_plan(program: Program, asked: Any, make: Callable[[], Plan]) -> Plan:
 
 
 class Successors:
-    """Better plans for a program that several processes run: one of them, which ``leads``, searches, and all exchange a plan at
-    the same call of theirs.
+    """Better plans for a program that several processes run. One process ``leads`` and searches; all exchange a plan at
+    the same call.
 
-    Each process counts its own calls. Those whose steps wait for each other are at the same call, give or take one; a process
-    that has run ahead exchanges when it hears of the plan.
+    Each process counts its own calls. Processes whose steps wait for each other are at the same call, within one. A
+    process that is ahead exchanges when it hears of the plan.
     """
 
     def __init__(self, program: Program, plan: Plan) -> None:
@@ -71,18 +70,18 @@ class Successors:
         self._store = default_store()
         self._key = f"lowtide/better/{program_key(program, (plan.budget_bytes, plan.planner))}"
         self._number = 0  # of the next plan
-        self._total: int | None = None  # of all plans, once the search has ended
+        self._total: int | None = None  # number of plans, once the search has ended
         self.leads = self._store.add(f"{self._key}/leads", 1) == 1
 
     def publish(self, plan: Plan, call: int) -> int:
-        """Tell the others of a plan; at which call all exchange it, a few after this one."""
+        """Publish a plan. Returns the call at which all exchange it, a few after this one."""
         at = call + _CALLS_AHEAD
         tell(self._store, f"{self._key}/{self._number}", (at, plan.to_json(graph=False)))
         self._number += 1
         return at
 
     def end(self, more: int) -> None:
-        """The search has ended; so many plans are still to be published."""
+        """Tell that the search has ended and ``more`` plans will still be published."""
         self._store.set(f"{self._key}/total", str(self._number + more))
 
     def have_ended(self) -> bool:
@@ -91,7 +90,7 @@ class Successors:
         return self._total is not None
 
     def take(self) -> tuple[int, Plan] | None:
-        """The next plan that was published, if one was, and at which call to exchange it; never waits."""
+        """The next published plan, with the call at which to exchange it, or ``None``; never waits."""
         if self.have_ended() and self._number == self._total:
             return None
         if not self._store.check([f"{self._key}/{self._number}"]):
@@ -107,9 +106,10 @@ class Successors:
 
 
 def program_key(program: Program, asked: Any) -> str:
-    """Equal for programs whose plans can be exchanged: the same graph, layouts, kind of device and settings.
+    """A key that is equal for programs that can exchange plans: same graph, layouts, kind of device and settings.
 
-    Equal parts of one storage that one operator returns are one to a plan: each rank goes on with its own."""
+    Equal parts of one storage that one operator returns count as one value; each rank continues with its own.
+    """
     graph, device = program.graph, program_device(program)
     where = device_name(device) if device.type != "meta" else "meta"
     values = [(value.storage, value.dtype, value.shape) for value in graph.values]
@@ -124,7 +124,8 @@ def program_key(program: Program, asked: Any) -> str:
 
 
 def _made_elsewhere(store: Any, key: str, program: Program) -> Plan | None:
-    """Another process's plan, for the own graph. Raises ``ScheduleError`` where its schedule is not valid for that."""
+    """Another process's plan, applied to this process's graph. Raises ``ScheduleError`` if its schedule is not valid
+    here."""
     patience = min(_PATIENCE_SECONDS, _timeout_seconds())
     deadline = time.monotonic() + patience
     while not store.check([f"{key}/plan"]):
@@ -137,8 +138,8 @@ def _made_elsewhere(store: Any, key: str, program: Program) -> Plan | None:
 
 
 def _timeout_seconds() -> float:
-    """Of the default process group's collectives: whoever waits longer for a process takes it for dead."""
-    if not torch.distributed.is_initialized():  # the store alone is there
+    """The timeout of the default process group's collectives: a process that takes longer counts as dead."""
+    if not torch.distributed.is_initialized():  # only the store exists
         return _PATIENCE_SECONDS
     group = torch.distributed.distributed_c10d._get_default_group()
     device = next(iter(group._device_types), torch.device("cpu"))
@@ -147,15 +148,15 @@ def _timeout_seconds() -> float:
 
 
 def default_store() -> Any:
-    """The store at which all processes meet."""
+    """The store that all processes share."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def tell(store: Any, key: str, message: Any) -> None:
-    """Leave ``message``, of parts that JSON knows or ``None``, at ``key``."""
+    """Put ``message`` (a JSON value or ``None``) at ``key``."""
     store.set(key, zlib.compress(msgspec.json.encode(message)))
 
 
 def told(store: Any, key: str) -> Any:
-    """The message at ``key``, which is waited for."""
+    """Wait for the message at ``key`` and return it."""
     return msgspec.json.decode(zlib.decompress(bytes(store.get(key))))

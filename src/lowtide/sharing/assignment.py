@@ -13,8 +13,8 @@ from lowtide.sharing.constraints import Footprint, Member
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a program's planner is given: bytes that it may take while it runs, ``between_bytes`` of them for others while it
-    waits for its backward pass."""
+    """The limits for a program's planner: bytes that it may take while it runs, of which ``between_bytes`` must be free
+    between its passes."""
 
     budget_bytes: int
     between_bytes: int
@@ -25,7 +25,8 @@ Planning = Callable[[Member, Share], Plan]  # raises InfeasibleBudgetError
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """How a member runs, and the memory that it takes then: by ``plan``, made for ``share``, or without one, keeping all."""
+    """How a member runs, and its memory then: by ``plan``, made for ``share``, or without a plan, keeping
+    everything."""
 
     footprint: Footprint
     share: Share | None = None
@@ -36,12 +37,12 @@ class Assignment:
 
 
 def total_time_ns(chosen: Sequence[Assignment], members: Sequence[Member]) -> int:
-    """What all of them take."""
+    """The total time of all members in nanoseconds."""
     return sum(one.time_ns(member) for one, member in zip(chosen, members, strict=True))
 
 
 def plan_alone(chosen: Assignment, member: Member) -> Plan:
-    """The plan of an assignment, which was made with room for others, as one of the graph alone."""
+    """The plan of an assignment, as a plan of the member's graph by itself."""
     graph, costs = member.program.graph, member.costs
     if chosen.plan is None:
         keep_all = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
@@ -50,7 +51,7 @@ def plan_alone(chosen: Assignment, member: Member) -> Plan:
 
 
 def as_alone(plan: Plan, member: Member) -> Plan:
-    """A plan that was made with room for others, as one of the program by itself."""
+    """A plan that was made with room for others, as a plan of the program by itself."""
     graph, costs = member.program.graph, member.costs
     if plan.costs is costs:
         return plan
@@ -63,7 +64,7 @@ def as_alone(plan: Plan, member: Member) -> Plan:
 
 
 def saved_fraction(taken: Sequence[Footprint], members: Sequence[Member]) -> float:
-    """Of what the members would save beyond their outputs without plans, the part that they save."""
+    """Saved bytes beyond the outputs, as a fraction of those without plans."""
     saved = sum(one.saved_bytes - member.output_bytes for one, member in zip(taken, members, strict=True))
     most = sum(member.eager.saved_bytes - member.output_bytes for member in members)
     return min(max(saved / most, 0.0), 1.0) if most > 0 else 1.0

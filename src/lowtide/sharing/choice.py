@@ -1,13 +1,14 @@
-"""The search for plans that fit together: what each of several programs may save.
+"""The search for plans that fit together: how much each of several programs may save between its passes.
 
-The more the programs save, the less each recomputes, and the less room is left for the one that is running. Where it is that
-room alone that is tight, each program saves what it likes. Else a fraction ``f`` decides: a program saves at most its outputs
-plus ``f`` of what it would save beyond them without a plan. The largest fraction that fits for all is found by bisection, then
-single programs get more or less where that saves time; equal programs with equal fractions share a plan. Of one program alone
-the quickest of a few fractions is taken. What is left of the budget goes to members one by one (``sharing.upgrades``). Searches
-take long, those in vain longest, so what they found is kept (``sharing.plans``), from one choice to the next as well.
+The more the programs save, the less each recomputes, and the less room is left for the one that runs. If only that room
+is tight, each program saves as much as its plan wants. Otherwise a fraction ``f`` limits it: a program saves at most
+its outputs plus ``f`` of what it saves beyond them without a plan. Bisection finds the largest fraction that fits for
+all. Then single programs get more or less if this saves time. Equal programs with equal fractions share a plan. If all
+programs are equal, the quickest of a few fractions is taken. What is left of the budget goes to members one by one
+(``sharing.upgrades``). Searches take long, failed ones longest, so their results are kept (``sharing.plans``), also
+from one choice to the next.
 
-What must be free when a program's forward pass ends is told to its planner as bytes that are in use between its passes.
+To keep bytes free at the end of a program's forward pass, its planner is told that they are in use between its passes.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from lowtide.sharing.plans import Plans
 from lowtide.sharing.upgrades import upgraded
 
 _BISECTIONS, _BRIEF_BISECTIONS = 5, 3
-_TRIED = 8  # fractions of one program alone
-_ROUNDS, _LONGER = 2, 1  # of refinement: over all programs, and times as many plans as before it
+_TRIED = 8  # fractions tried if all programs are equal
+_ROUNDS, _LONGER = 2, 1  # of refinement: passes over all programs; factor on the plans made before it
 _MENU = (0.25, 0.5, 0.75, 1.0)
-_DOWNWARD, _LAST_TRIED = (0.5, 0.25, 0.0), 0.75  # saving the least may leave too little to compute all of it again
+_DOWNWARD, _LAST_TRIED = (0.5, 0.25, 0.0), 0.75  # with the least saved, room for recomputation may be missing
 
 
 def choose(
@@ -43,11 +44,12 @@ def choose(
     end: float = math.inf,
     fallback: list[Assignment] | None = None,
 ) -> list[Assignment]:
-    """Assignments that stay within the budget and recompute little; ``quick`` plans while shares are searched for. ``known``:
-    what both planners made in earlier choices, which is added to. From ``end`` on (of ``time.monotonic``) what fits is taken as
-    it is, or the ``fallback`` that did before; the same choice goes on from there where it is made again.
+    """Assignments that stay within the budget and recompute little.
 
-    Raises ``InfeasibleBudgetError`` where none are found.
+    ``quick``: a quicker planner for the search for shares. ``known``: results of both planners in earlier choices;
+    extended here. ``end``: a time of ``time.monotonic``, after which the best assignments so far are returned, or the
+    ``fallback`` from before. The same choice continues from there if made again. Raises ``InfeasibleBudgetError`` if
+    nothing fits.
     """
     eager = [member.eager for member in members]
     if peak_bytes(constraints, eager) <= budget_bytes:
@@ -75,11 +77,12 @@ def choose(
 
 
 class _EnoughError(Exception):
-    """Something that fits is known, and no other plan is to be looked for."""
+    """Time or plans are used up, and something that fits is known."""
 
 
 class _Search:
-    """For a fraction per member: of what it would save without a plan, beyond its outputs, the part that it may save."""
+    """Finds assignments from one fraction per member: the part of what it saves without a plan, beyond its outputs,
+    that it may save."""
 
     def __init__(
         self,
@@ -94,26 +97,26 @@ class _Search:
         self.members = members
         self.constraints = constraints
         self.planning = planning
-        self.brief = brief  # since plans are for finding shares alone
+        self.brief = brief  # plans only serve to find shares
         self._programs = [program_key(member.program, member.costs) for member in members]
-        self._waiting = {index for constraint in constraints for index in constraint.saved}  # while others run
+        self._waiting = {index for constraint in constraints for index in constraint.saved}  # for others
         plans.keep(self._programs)
         self._known = {program: plans.of(program) for program in self._programs}
         self._plans = plans
-        self._end, self._most = end, math.inf  # of the time, and of plans while shares are refined
-        self.best: list[Assignment] | None = None  # of what fits: once there is any, the search stops at its end
+        self._end, self._most = end, math.inf  # limits: of time, and of plans in refinement
+        self.best: list[Assignment] | None = None  # best that fits; once set, the search stops at ``_end``
 
     def alone(self, budget_bytes: int) -> list[Assignment] | None:
-        """Where each member saves what it likes in the room that it would have by itself; ``None`` where that is too much
-        together. Raises ``InfeasibleBudgetError`` where one has no room even so."""
+        """Assignments in which each member saves what its plan wants, with the whole budget to itself; ``None`` if this
+        does not fit together. Raises ``InfeasibleBudgetError`` if one member does not fit even so."""
         limits = [member.eager.saved_bytes for member in self.members]
         found = self._assigned(limits, rooms(self.constraints, [0] * len(limits), budget_bytes), budget_bytes)
         fits = peak_bytes(self.constraints, [one.footprint for one in found]) <= budget_bytes
         return found if fits else None
 
     def assignments(self, fractions: Sequence[float], budget_bytes: int) -> list[Assignment]:
-        """Where each member saves what its fraction allows; equal programs with equal fractions have one plan.
-        Raises ``InfeasibleBudgetError``."""
+        """Assignments in which each member saves what its fraction allows. Equal programs with equal fractions share a
+        plan. Raises ``InfeasibleBudgetError``."""
         limits = [self._limit(index, fraction) for index, fraction in enumerate(fractions)]
         found = self._assigned(limits, rooms(self.constraints, limits, budget_bytes), budget_bytes)
         peak = peak_bytes(self.constraints, [assignment.footprint for assignment in found])
@@ -124,7 +127,8 @@ class _Search:
         return found
 
     def _assigned(self, limits: Sequence[int], left: Sequence[int], budget_bytes: int) -> list[Assignment]:
-        """What members that may save these bytes run by in these rooms, equal ones in the least of theirs."""
+        """Assignments for members with these limits of saved bytes and these rooms. Equal members get the smallest of
+        their rooms."""
         keys = list(zip(self._programs, limits, strict=True))
         least: dict[tuple[str, int], int] = {}
         for key, room in zip(keys, left, strict=True):
@@ -133,7 +137,7 @@ class _Search:
         return [self._assignment(member, key, least[key], budget_bytes) for member, key in members]
 
     def _limit(self, index: int, fraction: float) -> int:
-        """Bytes that a member may save; all where nothing runs while it waits."""
+        """Bytes that a member may save; as many as without a plan if no other member runs while it waits."""
         member = self.members[index]
         return member.limit_bytes(fraction) if index in self._waiting else member.eager.saved_bytes
 
@@ -150,7 +154,8 @@ class _Search:
         return found
 
     def _planned(self, member: Member, room: int, key: tuple[str, int], budget_bytes: int) -> Assignment:
-        """By a plan that takes ``room`` while it runs and saves what the ``key`` says, or more where that cannot be."""
+        """A plan that takes ``room`` while the member runs, and saves at most the limit in ``key``, or more if that is
+        impossible."""
         (program, limit), known = key, self._known[key[0]]
         between = max(room - limit - member.arriving_bytes, 0)
         try:
@@ -175,7 +180,8 @@ class _Search:
         raise _too_little(budget_bytes, budget_bytes + least - room)
 
     def _near(self, member: Member, error: InfeasibleBudgetError, room: int) -> Assignment | None:
-        """While shares are searched for, the plan that saves least beyond one, where it does with ``room`` while it runs."""
+        """While shares are searched for: the plan in ``error`` that misses the limit by least, if it runs within
+        ``room``."""
         if not self.brief or error.plan is None:
             return None
         found = _as_assigned(member, Share(room, 0), error.plan)
@@ -194,7 +200,7 @@ class _Search:
             raise
 
     def fractions(self, budget_bytes: int) -> list[float]:
-        """Those with which the budget is met and little is recomputed. Raises ``InfeasibleBudgetError``."""
+        """Fractions that meet the budget with little recomputation. Raises ``InfeasibleBudgetError``."""
         if len(self._known) > 1:
             return self.refined(self.common_fraction(budget_bytes), budget_bytes)
         tried = [[number / _TRIED] * len(self.members) for number in range(_TRIED)]
@@ -202,7 +208,7 @@ class _Search:
         return min(fitting, key=lambda one: self._time_ns(self.assignments(one, budget_bytes)))
 
     def common_fraction(self, budget_bytes: int) -> list[float]:
-        """About the largest that all members can have. Raises ``InfeasibleBudgetError``."""
+        """About the largest fraction that all members can have. Raises ``InfeasibleBudgetError``."""
         high = 1.0
         for low in _DOWNWARD:
             if self._fits([low] * len(self.members), budget_bytes):
@@ -218,7 +224,7 @@ class _Search:
         return [low] * len(self.members)
 
     def menus(self, chosen: Sequence[Assignment], budget_bytes: int) -> list[list[Assignment]]:
-        """For each member, other ways to run it: by plans that save more, or were found on the way, or without one."""
+        """For each member, alternative assignments: plans that save more, plans found on the way, and no plan."""
         taken = [one.footprint.saved_bytes for one in chosen]
         most: dict[str, int] = {}
         for program, room in zip(self._programs, rooms(self.constraints, taken, budget_bytes), strict=True):
@@ -235,7 +241,7 @@ class _Search:
         return [found[program] for program in self._programs]
 
     def refined(self, fractions: Sequence[float], budget_bytes: int) -> list[float]:
-        """``fractions`` with more for some programs and less for others, as long as that saves time."""
+        """``fractions`` with more for some programs and less for others, as far as this saves time."""
         best, best_ns = list(fractions), self._time_ns(self.assignments(fractions, budget_bytes))
         if self._plans.most is None:
             self._plans.most = (1 + _LONGER) * self._plans.tried
@@ -258,7 +264,7 @@ class _Search:
         return total_time_ns(chosen, self.members)
 
     def _fits(self, fractions: Sequence[float], budget_bytes: int) -> bool:
-        """Whether the budget is met where members have these fractions."""
+        """Whether the budget is met with these fractions."""
         try:
             self.assignments(fractions, budget_bytes)
         except InfeasibleBudgetError:
@@ -266,7 +272,8 @@ class _Search:
         return True
 
     def lowest(self, budget_bytes: int) -> list[Assignment]:
-        """Assignments whose peak is about the least that there is. Raises ``InfeasibleBudgetError`` where it is too large."""
+        """Assignments whose peak is about the lowest possible. Raises ``InfeasibleBudgetError`` if it is above the
+        budget."""
         first = {program: index for index, program in reversed([*enumerate(self._programs)])}
         options = {program: self._lowest(index) for program, index in first.items()}
         chosen = {program: own[0] for program, own in options.items()}
@@ -284,8 +291,8 @@ class _Search:
         return found
 
     def _lowest(self, index: int) -> list[Assignment]:
-        """Ways to run a member that take little: the one that takes least while it runs, the one that does and saves little
-        where it waits, and the one without a plan."""
+        """Assignments of a member with little memory: the lowest while it runs, the lowest while it runs that also
+        saves little while it waits, and no plan."""
         member = self.members[index]
         share, found = Share(member.least_bytes, 0), [Assignment(member.eager)]
         for _ in range(2 if index in self._waiting else 1):

@@ -1,8 +1,7 @@
 """What must fit into the budget at each point of a step that several programs share.
 
-Between its two passes a program holds what it saves while the others run. So at every point the sum of what is held by no
-program, of what is saved by those that wait for their backward pass, and of the running one's own peak stays within the
-budget.
+Between its two passes, a program holds what it saves while the others run. At every point, the budget must cover the
+bytes that no program holds, what waiting programs have saved, and the peak of the running program.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from lowtide.ir import Costs, Kind, Schedule, keep_all_schedule, simulate
 from lowtide.program.program import Program
 from lowtide.solve import working_set_bound
 
-_SCALAR_BYTES = 8  # what runs eagerly may keep a number that an operator was given, as a tensor, for the backward pass
+_SCALAR_BYTES = 8  # eager execution may save a number passed to an operator as a tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """One point of the step, at which all that is held must fit into the budget.
 
-    ``base_bytes`` are held by no member. ``running`` is the member that runs its forward or ``backward`` pass, ``saved`` are
-    those that hold what they saved (as often as they ran). Members are counted from 0; -1 stands for none. ``released_bytes``
-    of the base are there for members alone, which hold their arguments: plain PyTorch would have let them go.
+    ``base_bytes``: held by no member. ``running``: the member that runs its forward or ``backward`` pass, -1 for none.
+    ``saved``: the members that wait with what they saved, as often as they ran. ``released_bytes``: the part of the
+    base that plain PyTorch would have freed: arguments that only members hold.
     """
 
     base_bytes: int
@@ -44,8 +43,8 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory of one member: what it saves between its passes, and the peaks of these. Somebody may hold what it returned until
-    the end."""
+    """Memory of one member: what it saves between its passes, and the peak of each pass. Outputs may be held until the
+    end."""
 
     saved_bytes: int
     forward_bytes: int
@@ -68,7 +67,7 @@ def plain_peak_bytes(constraints: Iterable[Constraint], members: Sequence[Member
 
 
 def rooms(constraints: Iterable[Constraint], saved_bytes: Sequence[int], budget_bytes: int) -> list[int]:
-    """For each member, what is left of the budget while it runs, where all save these bytes."""
+    """For each member, the part of the budget left while it runs, if all save these bytes."""
     left = [budget_bytes] * len(saved_bytes)
     for one in constraints:
         if one.running >= 0:
@@ -84,12 +83,13 @@ def sequential_constraints(
     waiting: Sequence[Sequence[int]] | None = None,
     released: Sequence[int] | None = None,
 ) -> list[Constraint]:
-    """Of a step that runs the members in ``order`` (a member may come several times), and backward in reverse.
+    """Constraints of a step that runs the members in ``order`` (a member may occur several times), and backward in
+    reverse.
 
-    For each run, ``bases`` are the bytes that no member holds in its forward and in its backward pass, and ``gradients``
-    the bytes that later runs have left when its backward pass begins. ``waiting`` are the places in ``order`` of the runs that
-    hold what they saved meanwhile: all before it, unless some have both of their passes within the backward pass of the step.
-    ``released``: of the bases, what each run alone holds of its arguments.
+    For each run: ``bases`` are the bytes that no member holds in its forward and in its backward pass; ``gradients``
+    the bytes that later runs have left when its backward pass begins; ``waiting`` the places in ``order`` of the runs
+    that wait meanwhile (default: all earlier runs; differs for runs with both passes inside the step's backward pass);
+    ``released`` the part of the bases that is arguments held by this run only.
     """
     found, let_go = [], [0] * len(bases) if released is None else released
     for index, (forward, backward) in enumerate(bases):
@@ -102,13 +102,13 @@ def sequential_constraints(
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A program that shares the budget, and its costs."""
+    """A program that shares the budget, with its costs."""
 
     program: Program
     costs: Costs
 
     def footprint(self, schedule: Schedule) -> Footprint:
-        """What the program takes by this schedule."""
+        """The memory that the program takes with this schedule."""
         run, boundary = simulate(self.program.graph, self.costs, schedule), schedule.boundary
         timeline, tensors = run.timeline, (made for made in run.allocations if made.kind is Kind.TENSOR)
         saved = sum(made.bytes for made in tensors if made.first < boundary <= made.last)
@@ -120,46 +120,46 @@ class Member:
 
     @functools.cached_property
     def keep_all(self) -> Footprint:
-        """Without recomputation."""
+        """The footprint without recomputation."""
         return self.footprint(keep_all_schedule(self.program.graph))
 
     @functools.cached_property
     def eager(self) -> Footprint:
-        """As PyTorch runs it, which writes over nothing and may keep the numbers that operators are given."""
+        """The footprint in eager PyTorch, which overwrites nothing and may save numbers passed to operators."""
         found = self.footprint(keep_all_schedule(self.program.graph.without_overwrites()))
         numbers = _SCALAR_BYTES * self.program.graph.forward_ops
         return Footprint(*(each + numbers for each in dataclasses.astuple(found)))
 
     @functools.cached_property
     def output_bytes(self) -> int:
-        """Bytes of the forward outputs: what stays whatever is recomputed."""
+        """Bytes of the forward outputs; no plan frees these."""
         return self._bytes_of(self.program.graph.forward_outputs)
 
     @functools.cached_property
     def gradient_bytes(self) -> tuple[tuple[int, int], ...]:
-        """Flat inputs that have a gradient, each with the bytes of one of its terms."""
+        """Flat inputs with a gradient, each with the bytes of one term of it."""
         storages, sizes = [value.storage for value in self.program.graph.values], self.costs.storage_bytes
         first = dict(reversed(self.program.gradients))
         return tuple((position, int(sizes[storages[value]])) for position, value in first.items())
 
     @functools.cached_property
     def least_bytes(self) -> int:
-        """Bytes that it needs while it runs, by whatever plan."""
+        """A lower bound on the bytes that it needs while it runs, for every plan."""
         return working_set_bound(self.program.graph, self.costs)
 
     def limit_bytes(self, fraction: float) -> int:
-        """Its outputs and this fraction of what it saves beyond them without a plan."""
+        """The bytes of its outputs, plus this fraction of what it saves beyond them without a plan."""
         return self.output_bytes + int(fraction * max(self.eager.saved_bytes - self.output_bytes, 0))
 
     @functools.cached_property
     def freed_bytes(self) -> int:
-        """Most that plans can free of what it saves without one, beside its outputs."""
+        """The most bytes that a plan can free of what it saves, beside its outputs."""
         return max(self.keep_all.saved_bytes - self.output_bytes, 0)
 
     @functools.cached_property
     def held_inputs(self) -> tuple[int, ...]:
-        """Flat inputs that are no state and that its backward pass does not read without recomputation: where PyTorch lets them
-        go, a program that may run again holds them."""
+        """Flat inputs that are not state and that its backward pass reads only for recomputation. PyTorch would free
+        them; a planned program holds them."""
         graph, first = self.program.graph, len(self.program.state_names)
         read = {graph.values[value].storage for op in graph.ops[graph.forward_ops :] for value in op.inputs}
         given = enumerate(self.program.inputs[first:], first)
@@ -172,7 +172,7 @@ class Member:
 
     @functools.cached_property
     def arriving_bytes(self) -> int:
-        """Bytes of the gradients that come back for the outputs."""
+        """Bytes of the gradients that arrive for the outputs."""
         return self._bytes_of(self.program.graph.arriving)
 
     def _bytes_of(self, values: Iterable[int]) -> int:

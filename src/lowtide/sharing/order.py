@@ -1,12 +1,13 @@
 """One order of collectives for all ranks of a model, whatever shapes each of them sees.
 
-A collective waits for all of its ranks, so ranks that run them in different orders wait for ever. Those that see the same
-shapes run one plan (``sharing.agreement``), but a plan for other shapes may gather in another order. So the first plan of a
-model settles an order, which is kept with its schedule in the store of the default process group, and every later plan must
-keep to it: by that schedule, where it fits, which also takes no search. Where it does not, a plan in another order is taken
-only if all ranks ask for one for the same program, in the same call: then all change to it.
+A collective waits for all of its ranks, so ranks with different orders would wait forever. Ranks with the same shapes
+run one plan (``sharing.agreement``), but a plan for other shapes may order gathers differently. So the first plan of a
+model settles an order, which is stored with its schedule in the store of the default process group. Every later plan
+must keep to it, by that schedule if it fits, which needs no search. If not, a plan with another order is used only if
+all ranks ask for one for the same program in the same call: then all change to it.
 
-All ranks plan a model's first call. Each then says whether it keeps to its budget, and hears of all others, before any begins.
+All ranks plan a model's first call. Each then reports whether its plan fits the budget, and hears from all others
+before any begins.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lowtide.sharing.agreement import default_store, program_key, tell, told
 from lowtide.store import content_key
 
 _POLL_SECONDS = 0.02
-_PATIENCE_SECONDS = 60.0  # for the other ranks to ask for the same program
+_PATIENCE_SECONDS = 60.0  # to wait until the other ranks ask for the same program
 
 
 class CollectiveOrder:
@@ -40,18 +41,19 @@ class CollectiveOrder:
         self._ops = ""
 
     def schedules(self, program: Program) -> tuple[Schedule, ...]:
-        """Of a program of the same operators: in the order that is settled."""
+        """The schedule with the settled order, if ``program`` has the same operators."""
         self._learn()
         same = self._schedule is not None and self._ops == _ops_key(program.graph)
         return (self._schedule,) if same and self._schedule is not None else ()
 
     def settles(self, program: Program, schedule: Schedule) -> bool:
-        """Whether the schedule is in the order of all; of the first one to ask, it is."""
+        """Whether the schedule has the settled order. The first rank to ask settles it."""
         self._learn(sequence(program.graph, schedule), schedule, _ops_key(program.graph))
         return self._sequence == sequence(program.graph, schedule)
 
     def change(self, program: Program, schedule: Schedule) -> bool:
-        """Let the order be that of this schedule from now on, if all ranks ask for a plan for this program; whether they do."""
+        """Settle the order of this schedule instead, if all ranks ask for a plan for this program. Returns whether they
+        do."""
         store, name = default_store(), f"{self._key}/{self._generation + 1}/{program_key(program, ())}"
         store.add(name, 1)
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -64,7 +66,8 @@ class CollectiveOrder:
         return self.settles(program, schedule)
 
     def begin(self, failure: str | None = None) -> None:
-        """All ranks have made their first plan, this one unless there was a ``failure``. Raises ``PlanError`` for another's."""
+        """Report this rank's first plan, or its ``failure``, and wait for all ranks. Raises ``PlanError`` if another
+        rank failed."""
         if self._begun:
             return
         self._begun, store, own = True, default_store(), distributed.get_rank()
@@ -78,7 +81,7 @@ class CollectiveOrder:
                 raise PlanError(f"rank {rank} has no plan, so no rank can begin: {reason}")
 
     def _learn(self, found: list[str] | None = None, schedule: Schedule | None = None, ops: str = "") -> None:
-        """What is settled, or what this rank settles with a schedule that it has found."""
+        """Read the settled order, or settle that of the given schedule if there is none."""
         if self._sequence is not None:
             return
         store, name = default_store(), f"{self._key}/{self._generation}"
@@ -91,7 +94,7 @@ class CollectiveOrder:
 
 
 def sequence(graph: Graph, schedule: Schedule) -> list[str]:
-    """The collectives that a schedule runs, one after the other."""
+    """The collectives that a schedule runs, in order."""
     ops = (graph.ops[op] for op in collectives_of(graph, schedule))
     return [f"{op.target} {op.name}" for op in ops]
 

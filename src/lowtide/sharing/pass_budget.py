@@ -18,7 +18,7 @@ from lowtide.sharing.stages import Calls
 
 
 def outside_pass(program: Program, settings: Settings, model: nn.Module | None) -> Outside:
-    """What a total budget counts beside a pass, but for the reserve."""
+    """What a total budget covers beside a pass, without the reserve."""
     if settings.budget is not None:
         return Outside()
     states = settings.optimizer_bytes
@@ -28,7 +28,8 @@ def outside_pass(program: Program, settings: Settings, model: nn.Module | None) 
 def pass_budget(
     program: Program, settings: Settings, costs: Costs, outside: Outside, granted_bytes: int
 ) -> tuple[int, Outside]:
-    """Bytes for a pass, and what of the given budget a pass must leave alone."""
+    """The bytes for a pass, and the bytes of the given budget that a pass may not use. ``granted_bytes``: what a budget
+    in percent gave before; it never shrinks."""
     member = Member(program, costs)
     unconstrained = Calls(member, settings.in_flight).peak_bytes(member.keep_all)
     reserve = parse_reserve(settings.reserve, unconstrained)
@@ -42,9 +43,12 @@ def pass_budget(
 
 @dataclass
 class StepBudget:
-    """The budget of a step that several programs share. ``outside`` of a total budget are taken. ``granted_bytes``: of one in
-    percent, or beyond one that cannot be met, what the step that took most was given. ``fixed``: that is to stay, since the
-    latest steps do not tell what plain ones take (modules run again in them)."""
+    """The budget of a step that several programs share.
+
+    ``outside``: bytes of a total budget that are taken. ``granted_bytes``: for a budget in percent, or one that cannot
+    be met, what the largest step got. ``fixed``: do not update that from later steps, because modules run again in
+    them, so they do not show what plain steps take.
+    """
 
     settings: Settings
     outside: Outside = field(default_factory=Outside)
@@ -53,8 +57,8 @@ class StepBudget:
     _is_stretched: bool = False
 
     def of(self, members: Sequence[Member], constraints: Sequence[Constraint]) -> tuple[int, int]:
-        """The bytes that the programs share, and those beside them; a percentage is of the peak of the step without plans. All
-        of that are also enough for plans that keep everything."""
+        """The bytes that the programs share, and the bytes beside them. A percentage refers to the step's peak without
+        plans. 100 % also suffices for plans that keep everything."""
         fixed = self.fixed and self.granted_bytes > 0
         plain = 1 if fixed else plain_peak_bytes(constraints, members)
         settings, granted = self.settings, self.granted_bytes
@@ -68,12 +72,12 @@ class StepBudget:
         return max(total - reserve, granted), reserve
 
     def of_plain(self, peak_bytes: int) -> int:
-        """The same bytes, of a step without any program that takes so many."""
+        """The shared bytes for a step without any planned program, with this peak."""
         return self.of([], [Constraint(peak_bytes, -1, False, ())])[0]
 
     def stretches(self, needed_bytes: int, budget_bytes: int) -> bool:
-        """Whether one in percent is met by ``needed_bytes``, once, where these are at most a percent more: what plain steps
-        take is known no better."""
+        """Whether a budget in percent is stretched to ``needed_bytes``: once, and by at most one percent, since the
+        peak of plain steps is not known more precisely."""
         if self._is_stretched or not is_percentage(self.settings.given) or needed_bytes > budget_bytes * 101 // 100:
             return False
         self._is_stretched = True
@@ -81,7 +85,7 @@ class StepBudget:
 
 
 def pass_bytes(program: Program, settings: Settings, model: nn.Module, granted_bytes: int) -> int:
-    """About what the budget allows a pass of ``program``, none of whose operators need be measured."""
+    """About the budget of a pass of ``program``; works without measured costs."""
     outside = outside_pass(program, settings, model)
     budget, _ = pass_budget(program, settings, analytical_costs(program), outside, granted_bytes)
     return min(budget, settings.most_bytes or budget)

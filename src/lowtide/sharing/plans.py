@@ -1,4 +1,5 @@
-"""Plans of programs that share a budget, by what they were made for: a search for shares asks for many that are alike."""
+"""Known plans of programs that share a budget, by what they were made for: a search for shares asks for many similar
+ones."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from collections.abc import Iterable
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.sharing.assignment import Assignment, Share
 
-_MOST = 64  # of a program, that are kept
-_NEAR = 64  # a plan for this part of a room less is taken for one for all of it
+_MOST = 64  # plans kept per program
+_NEAR = 64  # a plan made for up to 1/64 less room is reused
 
 
 @dataclasses.dataclass(slots=True)
 class KnownPlans:
-    """Of one program: assignments, each with the room and the limit of saved bytes that it was ``made`` for; shares for which
-    there is no plan, and what is near (``unmet``); bytes that it needs while it runs, whatever it saves (``least_bytes``), and
-    bytes that do where it saves what it likes (``met_bytes``)."""
+    """The plans of one program. ``made``: assignments with the room and the limit of saved bytes they were made for.
+    ``unmet``: shares without a plan, with their errors. ``least_bytes``: needed while it runs, whatever it saves.
+    ``met_bytes``: sufficient while it runs if it may save anything."""
 
     made: list[tuple[int, int, Assignment]] = dataclasses.field(default_factory=list)
     unmet: list[tuple[Share, InfeasibleBudgetError]] = dataclasses.field(default_factory=list)
@@ -25,7 +26,7 @@ class KnownPlans:
     met_bytes: float = math.inf
 
     def made_for(self, room: int, limit: int) -> Assignment | None:
-        """What was made for this, or for more where it does with this."""
+        """A plan made for this room and limit, or for larger ones if it fits these too; else ``None``."""
         for asked, allowed, one in self.made:
             saves = limit == allowed or one.footprint.saved_bytes <= limit <= allowed
             if saves and one.footprint.running_bytes <= room <= asked + asked // _NEAR:
@@ -37,27 +38,27 @@ class KnownPlans:
         del self.made[:-_MOST]
 
     def check(self, share: Share) -> None:
-        """Raises ``InfeasibleBudgetError`` where there was no plan for a share that gave no less."""
+        """Raise ``InfeasibleBudgetError`` if there was no plan for a share at least as large."""
         for other, error in self.unmet:
             if _is_within(share, error.minimum_bytes - 1, other.between_bytes):
                 more = max(share.between_bytes - other.between_bytes, 0)
                 raise dataclasses.replace(error, minimum_bytes=error.minimum_bytes + more)
 
     def failed(self, share: Share, error: InfeasibleBudgetError) -> None:
-        self.unmet.append((share, dataclasses.replace(error)))  # alone: its traceback holds whatever is there
+        self.unmet.append((share, dataclasses.replace(error)))  # a copy: the error's traceback holds tensors
         del self.unmet[:-_MOST]
 
 
 class Plans:
-    """Those of several programs, by their keys. They can be kept from one search for shares to the next. ``tried``: how many
-    the present search has asked for, of at ``most`` so many once that is known."""
+    """Known plans of several programs, by key; reusable from one search to the next. ``tried``: plans that the present
+    search has made; ``most``: its limit, once known."""
 
     def __init__(self) -> None:
         self._known: dict[str, KnownPlans] = {}
         self.begin()
 
     def begin(self) -> None:
-        """Another search begins."""
+        """Begin another search."""
         self.tried = 0
         self.most: int | None = None
 
@@ -65,11 +66,11 @@ class Plans:
         return self._known.setdefault(program, KnownPlans())
 
     def keep(self, programs: Iterable[str]) -> None:
-        """Those of these programs alone."""
+        """Forget the plans of all other programs."""
         self._known = {program: self.of(program) for program in programs}
 
 
 def _is_within(share: Share, budget_bytes: int, between_bytes: int) -> bool:
-    """Whether a share gives no more than these, neither while the program runs nor while it waits."""
+    """Whether a share gives no more than these bytes, while the program runs and while it waits."""
     waiting_bytes = share.budget_bytes - share.between_bytes
     return share.budget_bytes <= budget_bytes and waiting_bytes <= budget_bytes - between_bytes

@@ -1,9 +1,9 @@
-"""Stages of a pipeline that one rank holds, inside one budget: one, of which several calls run at once, or several.
+"""Pipeline stages of one rank within one budget: one stage with several calls at once, or several stages.
 
-A rank runs the passes of its stages in the order of its schedule. While one runs, the micro-batches of all of them that are in
-flight hold what they save, and parameters hold the gradients that earlier ones left. Every micro-batch runs through every
-stage of a rank, so the pipeline waits for the sum of their times, which is what ``sharing.choose`` makes small. Ranks have a
-memory each, so none can give another any of it: the slowest one is as quick as possible when each of them is.
+A rank runs the passes of its stages in the order of its schedule. While one pass runs, all micro-batches in flight hold
+what they save, and parameters hold the gradients of earlier ones. Every micro-batch runs through every stage of a rank,
+so the pipeline waits for the sum of their times, which ``sharing.choose`` minimizes. Each rank has its own memory and
+cannot give any to another, so the slowest rank is as quick as possible if every rank is.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lowtide.sharing.choice import choose
 from lowtide.sharing.constraints import Constraint, Footprint, Member, peak_bytes, rooms
 from lowtide.units import format_bytes
 
-Pass = tuple[int, bool]  # of which stage, by its number on the rank, and whether it is a backward pass
+Pass = tuple[int, bool]  # number of the stage on the rank, whether backward
 
 
 def most_in_flight(order: Sequence[Pass]) -> dict[int, int]:
-    """By stage, how many of its micro-batches wait for their backward pass at most, the one that runs included."""
+    """The most micro-batches of each stage that wait for their backward pass, including the running one."""
     waiting, most = Counter[int](), dict[int, int]()
     for stage, backward in order:
         waiting[stage] += -1 if backward else 1
@@ -36,7 +36,8 @@ def most_in_flight(order: Sequence[Pass]) -> dict[int, int]:
 
 
 def stage_constraints(order: Sequence[Pass], left_bytes: Sequence[int]) -> list[Constraint]:
-    """Of the passes in this ``order``. ``left_bytes``: by stage, what a backward pass leaves in its parameters."""
+    """The constraints of the passes in this ``order``. ``left_bytes``: by stage, what a backward pass leaves in its
+    parameters."""
     waiting, left = Counter[int](), set[int]()
     found: dict[Constraint, None] = {}
     for stage, backward in order:
@@ -52,7 +53,7 @@ def stage_constraints(order: Sequence[Pass], left_bytes: Sequence[int]) -> list[
 
 
 def left_bytes(member: Member) -> int:
-    """Of the gradients that a call leaves in parameters."""
+    """Bytes of the gradients that a call leaves in parameters."""
     program, costs = member.program, member.costs
     values = program.graph.values
     storages = {values[value].storage for position, value in program.gradients if position < program.parameters}
@@ -62,8 +63,8 @@ def left_bytes(member: Member) -> int:
 def stage_shares(
     members: Sequence[Member], constraints: Sequence[Constraint], taken: Sequence[Footprint], budget_bytes: int
 ) -> list[Share]:
-    """What each stage may take while it runs, and save, so that plans within the shares are within the budget together: what
-    the ``taken`` footprints leave."""
+    """The share of each stage: what it may take while it runs, and save. Plans within these shares are within the
+    budget together. ``taken``: the footprints from which the shares follow."""
     left = rooms(constraints, [own.saved_bytes for own in taken], budget_bytes)
     return [
         Share(room, max(room - own.saved_bytes - member.arriving_bytes, 0))
@@ -72,9 +73,9 @@ def stage_shares(
 
 
 class Calls:
-    """``in_flight`` calls of a program at once, as the micro-batches of a pipeline are: while one runs, others wait for their
-    backward pass and hold what they save, and parameters hold the gradients that earlier ones left: where there are several, or
-    one was ``accumulated`` before."""
+    """``in_flight`` calls of a program at once, as micro-batches of a pipeline. While one runs, the others hold what
+    they save. Parameters hold gradients of earlier calls if there are several calls, or if gradients were
+    ``accumulated`` before."""
 
     def __init__(self, member: Member, in_flight: int, *, accumulated: bool = False) -> None:
         self.member, self.in_flight = member, in_flight
@@ -83,12 +84,12 @@ class Calls:
         self._constraints = [Constraint(left, 0, backward, waiting) for backward in (False, True)]
 
     def peak_bytes(self, own: Footprint) -> int:
-        """With all of them run in this way."""
+        """The peak if all calls have this footprint."""
         return peak_bytes(self._constraints, [own])
 
     def plan(self, budget_bytes: int, planning: Planning, quick: Planning) -> Plan:
-        """One by which the calls fit the budget; its own budget is what is left for the one that runs. ``quick`` makes those
-        that are compared. Raises ``InfeasibleBudgetError``."""
+        """A plan with which all calls fit the budget. The plan's own budget is what is left for the running call.
+        ``quick`` makes the plans to compare. Raises ``InfeasibleBudgetError``."""
         try:
             (chosen,) = choose([self.member], self._constraints, budget_bytes, planning, quick)
             plan = plan_alone(chosen, self.member)
@@ -100,8 +101,8 @@ class Calls:
         return plan.among(self.in_flight, waiting)
 
     def _planned_evenly(self, budget_bytes: int, quick: Planning) -> Plan:
-        """What is found as if all operators took the same time: what fits does not depend on times, but what a search finds
-        does, and the least budget of one program has to do for those of other gradients too."""
+        """A plan found with equal times for all operators. What fits does not depend on times, but what a search finds
+        does, and the least budget of a program must also suffice for its versions with other gradients."""
         costs = self.member.costs
         even = Member(self.member.program, dataclasses.replace(costs, time_ns=np.ones_like(costs.time_ns)))
         try:

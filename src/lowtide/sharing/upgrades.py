@@ -1,9 +1,9 @@
-"""What is left of a shared budget, given to the members to which it is worth most.
+"""Give what is left of a shared budget to the members that gain most from it.
 
-Every member may run by any assignment of its menu: a multiple-choice knapsack with a row per constraint. Of few members the
-quickest choice is found, by depth-first search. Of more, members change from what was chosen to quicker assignments as long as
-all constraints hold: the time saved per byte that is saved for longer decides, and among equal members the later one goes
-first, since fewer others run while it waits.
+Every member may run by any assignment of its menu: a multiple-choice knapsack with one row per constraint. For few
+members, depth-first search finds the quickest choice. For more, members change from the chosen to quicker assignments
+as long as all constraints hold. The order is by time gained per additional saved byte; of equal members the later one
+is first, since fewer others run while it waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lowtide.sharing.assignment import Assignment
 from lowtide.sharing.constraints import Constraint, Footprint, Member
 
-_FEW = 1 << 14  # choices of all members together
+_FEW = 1 << 14  # combinations that are searched completely
 
 
 def upgraded(
@@ -27,7 +27,7 @@ def upgraded(
     menus: Sequence[Sequence[Assignment]],
     budget_bytes: int,
 ) -> list[Assignment]:
-    """``chosen`` with quicker assignments for some members; what fitted into ``budget_bytes`` still does."""
+    """``chosen`` with quicker assignments for some members. If it fits into ``budget_bytes``, so does the result."""
     if math.prod(len(menu) + 1 for menu in menus) <= _FEW:
         return quickest(
             members, constraints, [[own, *menu] for own, menu in zip(chosen, menus, strict=True)], budget_bytes
@@ -58,15 +58,16 @@ def quickest(
     menus: Sequence[Sequence[Assignment]],
     budget_bytes: int,
 ) -> list[Assignment]:
-    """One assignment of each menu: of those that fit together the ones that take least time in all, and of equals the first."""
+    """One assignment per menu: of the combinations that fit, the one with the least total time, and of equals the
+    first."""
     rows = _Rows(constraints, len(members))
     sizes = [[rows.of(index, one.footprint) for one in menu] for index, menu in enumerate(menus)]
     times = [[one.time_ns(member) for one in menu] for member, menu in zip(members, menus, strict=True)]
-    least = [np.min(own, axis=0) for own in sizes]  # of what is taken in each row
+    least = [np.min(own, axis=0) for own in sizes]  # least bytes of each member in each row
     best: tuple[float, tuple[int, ...]] = (math.inf, ())
 
     def search(picked: tuple[int, ...], time: int, left: npt.NDArray[np.int64]) -> None:
-        """From the first members on. ``left``: what the picked ones leave, and the least of all others."""
+        """Pick for the next member. ``left``: bytes left in each row, with the least of all members not picked."""
         nonlocal best
         place = len(picked)
         if time + sum(map(min, times[place:])) >= best[0]:
@@ -84,7 +85,7 @@ def quickest(
 
 
 class _Rows:
-    """Constraints as columns: how often each member is in each of them, in which role."""
+    """The constraints as matrices: how often each member occurs in each of them, by role."""
 
     def __init__(self, constraints: Sequence[Constraint], members: int) -> None:
         shape = (len(constraints), members)
