@@ -1,1 +1,1 @@
-"""What PyTorch's allocators hand out: the counter below the CPU's, and the meter of peak and time above it."""
+"""Measure what PyTorch's allocators hand out: a counter under the CPU allocator, and meters of peak and time."""

@@ -1,4 +1,4 @@
-"""PyTorch's allocators as everything here measures and limits them: level, peak, granularity, and what a device has."""
+"""PyTorch's allocators in one form for all devices: level, peak, granularity, and size of the device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lowtide.memory.device_allocator import arena_room
 
 
 class AcceleratorMeter:
-    """Meter of one accelerator's allocator: bytes handed out, not those reserved. The allocator's own peak is reset by each
-    measurement; ``peak_bytes`` is not. The level counts the tensors in an arena, the peak the whole arena."""
+    """The meter of an accelerator's allocator: bytes handed out, not reserved. Each measurement resets the allocator's
+    own peak, but not ``peak_bytes``. The level counts tensors in an arena; the peak counts the whole arena."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._raised = 0
-        _ = accelerator.granularity_bytes  # is found by an allocation, which no window may see
+        _ = accelerator.granularity_bytes  # found by an allocation: do it before any window opens
 
     @property
     def level_bytes(self) -> int:
@@ -39,7 +39,7 @@ class AcceleratorMeter:
 
 
 class ReservedMeter:
-    """Meter of the memory that the CPU's allocator takes up: bytes handed out outside of arenas, and whole arenas."""
+    """The meter of memory that the CPU allocator takes: bytes handed out outside arenas, plus whole arenas."""
 
     def __init__(self, counter: cpu_allocator.AllocationCounter) -> None:
         self._counter = counter
@@ -59,24 +59,24 @@ class ReservedMeter:
         self._counter.raise_reserved_peak(peak_bytes)
 
 
-# Level and peak of the bytes that an allocator has handed out. ``reset_peak`` lowers the peak to the level, and returns it.
+# Level and peak of bytes handed out by an allocator. ``reset_peak`` sets the peak to the level, and returns it.
 Meter = AcceleratorMeter | ReservedMeter | cpu_allocator.AllocationCounter
 
 
 @functools.cache
 def reserved_meter(counter: cpu_allocator.AllocationCounter) -> ReservedMeter:
-    """The one for a counter, so that measurements inside each other know of each other."""
+    """The one meter for this counter, so that nested measurements know of each other."""
     return ReservedMeter(counter)
 
 
 @functools.cache
 def accelerator_meter(accelerator: Accelerator) -> AcceleratorMeter:
-    """The one of a device, so that measurements inside each other know of each other."""
+    """The one meter for this device, so that nested measurements know of each other."""
     return AcceleratorMeter(accelerator)
 
 
 def meter_of(device: torch.device) -> Meter | None:
-    """The meter of an accelerator or of the CPU; ``None`` where this build of PyTorch allows none, or for another device."""
+    """The meter for the device's allocator; ``None`` if this build of PyTorch or this kind of device has none."""
     if device.type == "cpu":
         return cpu_allocator.install()
     found = interface_of(device)
@@ -84,7 +84,7 @@ def meter_of(device: torch.device) -> Meter | None:
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """What PyTorch's allocator has handed out on ``device`` by now, up to a constant; ``None`` where that is not known."""
+    """The bytes that PyTorch's allocator has handed out on ``device``, up to a constant; ``None`` if unknown."""
     meter = meter_of(device)
     return None if meter is None else meter.level_bytes
 

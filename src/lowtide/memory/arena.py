@@ -1,19 +1,20 @@
-"""An arena: memory that is held from step to step, in which the tensors of a planned step have their places.
+"""An arena: a block of memory, kept from step to step, in which the tensors of a planned step have fixed places.
 
-Other allocators find a place for each tensor when they are asked for one: what they cannot use they keep or lose, and large
-blocks come from the system anew in every step. A plan knows all lifetimes before, so ``place`` finds the places once, and the
-allocator in front of c10's (``memory.cpu_allocator``, ``memory.device_allocator``) gives an allocation its place instead of
-asking for memory.
+Other allocators search a place for each tensor when asked for one; memory that does not fit again is kept unused or
+returned, and large blocks come from the system anew in every step. A plan knows all lifetimes in advance, so ``place``
+finds the places once. Then the allocator in front of c10's (``memory.cpu_allocator``, ``memory.device_allocator``)
+returns these places.
 
-Which allocation is which is told by the operator that runs and by its number in it: when an operator runs first, what it
-allocates lies wherever there is room in the block, and it is remembered what that was: its tensors, its second copies of
-tensors that are alive still, and what it uses inside. An allocation that is another than expected, or whose place is taken (by
-a gradient that somebody keeps, a second forward pass), goes to the ordinary allocator; so does, for now, what an operator uses
-inside where it takes more before its results are there than beside them, as convolutions of oneDNN do backward. Nothing
-depends on a tensor's leaving in time: the memory goes with the last tensor that lies in it.
+An allocation is identified by the running operator and by its number in it. When an operator runs for the first time,
+its allocations go to any free room in the block, and their kind is recorded: results, second copies of live tensors,
+temporary memory. An allocation that differs from the record, or whose place is taken (a gradient that is kept, a second
+forward pass), goes to the ordinary allocator. So does, for now, temporary memory that an operator needs before its
+results exist and that is larger than beside them (backward convolutions of oneDNN). Correctness does not depend on
+tensors being freed in time: an arena's memory lives as long as the last tensor in it.
 
-On an accelerator libraries allocate workspaces inside an operator that they keep for ever; in the block these would lie in the
-way of all that comes later. So an operator that runs first gets only room there for what is as large as something of its own.
+On an accelerator, libraries allocate workspaces inside an operator and keep them forever; in the block these would
+block all later allocations. So there, in an operator's first run, only allocations as large as one of its own tensors
+go to the block.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ Place = tuple[int, int]  # offset and bytes
 
 
 def new_arena(device: torch.device) -> Arena | None:
-    """An empty arena on the CPU or an accelerator; ``None`` where this build of PyTorch allows none, which the log says. Raises
-    ``PlanError`` for a device without an allocator of its own."""
+    """An empty arena on the CPU or an accelerator; ``None``, with a warning in the log, if this build of PyTorch allows
+    none. Raises ``PlanError`` for a device without an allocator of its own."""
     if device.type == "cpu":
         if cpu_allocator.install() is not None:
             return Arena()
@@ -51,6 +52,6 @@ def new_arena(device: torch.device) -> Arena | None:
 
 
 def made(*tensors: torch.Tensor | None) -> None:
-    """Tell the arena, while it learns, which tensors the running operator has made, in the order of their places."""
+    """During the first run of an operator, tell the arena which tensors it has made, in the order of their places."""
     if AddressTable.is_learning():
         AddressTable.made([0 if one is None else one.untyped_storage().data_ptr() for one in tensors])

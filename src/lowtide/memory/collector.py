@@ -1,4 +1,4 @@
-"""Holds back or slows Python's collector of reference cycles for a while."""
+"""Pause or slow Python's garbage collector of reference cycles."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-_SELDOM = 20_000  # objects more, after which young ones are looked at
-_before: list[tuple[int, int, int]] = []  # thresholds where the collector is not held, while it is
+_SELDOM = 20_000  # new objects per collection of the young generation
+_before: list[tuple[int, int, int]] = []  # thresholds from before each nested hold
 
 
 @contextlib.contextmanager
 def collector_held() -> Iterator[None]:
-    """Inside, cycles are not collected; afterwards they are where they were before. The collector stays enabled: code that runs
-    inside may ask whether it is."""
+    """A context without cycle collection; the former thresholds are restored at the end. The collector stays enabled,
+    since code inside may ask whether it is."""
     before = gc.get_threshold()
     held = 0, *before[1:]
     gc.set_threshold(*held)
@@ -22,7 +22,7 @@ def collector_held() -> Iterator[None]:
         yield
     finally:
         _before.pop()
-        if before[0] and gc.get_threshold() == held:  # nobody has set others since
+        if before[0] and gc.get_threshold() == held:  # no other code has set thresholds since
             gc.set_threshold(*before)
 
 
@@ -32,8 +32,8 @@ def thresholds() -> tuple[int, int, int]:
 
 
 class CollectorSlowed:
-    """Until ``end``, cycles are collected less often: where each operator leaves some objects behind that stay for a step, the
-    collector would go through all that there are in the process several times a step."""
+    """Collect cycles less often until ``end``. If each operator leaves objects that live for a step, the collector
+    would traverse all objects of the process several times per step."""
 
     def __init__(self) -> None:
         self._before = gc.get_threshold()
@@ -42,10 +42,10 @@ class CollectorSlowed:
             gc.set_threshold(*self._slowed)
 
     def end(self) -> None:
-        if gc.get_threshold() == self._slowed:  # nobody has set others since
+        if gc.get_threshold() == self._slowed:  # no other code has set thresholds since
             gc.set_threshold(*self._before)
 
 
 def collect_young() -> None:
-    """Free what was made lately and refers to itself in circles, as traces and their errors do: it may hold tensors."""
+    """Free young reference cycles, such as those of traces and their errors: they may hold tensors."""
     gc.collect(1)

@@ -1,18 +1,20 @@
-"""A counter under PyTorch's CPU allocator: every allocation of every thread, exact to the byte, about 10 ns each.
+"""A counter under PyTorch's CPU allocator: counts every allocation of every thread, exact to the byte, at about 10 ns
+each.
 
-``torch.profiler``'s memory events miss threads that did not inherit the profiler's state, and the release of blocks that are
-older than the session. Here a small allocator, part of the extension, is put in front of c10's own by
-``c10::SetCPUAllocator``: it calls the original, notes the size in a lock-free table, and wraps the deleter, so that it sees
-the free wherever it happens. Sizes and addresses stay. It can also hold a limit: an allocation of one chosen thread that would
-exceed it first asks a Python function to make room, and fails with the original's own out-of-memory exception where there is
-none.
+The memory events of ``torch.profiler`` miss threads that did not inherit the profiler's state, and frees of blocks
+older than the session. Here a small allocator in the extension is put in front of c10's by ``c10::SetCPUAllocator``. It
+calls the original, notes the size in a lock-free table, and wraps the deleter, so that it sees the free in any thread.
+Sizes and addresses do not change. It can also enforce a limit for one thread: an allocation that would exceed it first
+asks a Python function to make room, and otherwise fails with the original's out-of-memory exception.
 
-It knows c10 by its layout alone, probed before use and again by a test allocation (``install`` returns ``None`` where anything
-differs): the exported ``c10::GetCPUAllocator`` and ``c10::SetCPUAllocator``; the Itanium layout of ``c10::Allocator`` (two
-destructors, ``allocate``, ``is_simple_data_ptr``, ``raw_deleter``, ...); ``c10::DataPtr`` as data, then context and deleter.
+It relies on the layout of c10's classes, which is probed before use and by a test allocation after (``install`` returns
+``None`` if anything differs): the exported ``c10::GetCPUAllocator`` and ``c10::SetCPUAllocator``; the Itanium layout of
+``c10::Allocator`` (two destructors, ``allocate``, ``is_simple_data_ptr``, ``raw_deleter``, ...); ``c10::DataPtr`` as
+data, then context and deleter.
 
-It stays for the life of the process, because blocks outlive a measurement; so do code and table. The frees of older blocks are
-not seen, and a measurement is then too high. Blocks of no bytes, such as oneDNN releases, have no address and are passed over.
+It stays installed for the life of the process, because blocks outlive a measurement. Frees of blocks older than the
+installation are not seen, so a measurement may be too high. Blocks of zero bytes, such as oneDNN frees, have no address
+and are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ AllocationCounter = core.AllocationCounter
 
 @functools.cache
 def install() -> AllocationCounter | None:
-    """The process's counter, put in place on the first call; ``None`` where this build of torch does not allow it."""
+    """The process's counter, installed on the first call; ``None`` if this build of PyTorch does not allow it."""
     if sys.platform not in _LIBRARIES:
         return None
     try:
@@ -47,7 +49,8 @@ def install() -> AllocationCounter | None:
 
 
 def c10_library() -> ctypes.CDLL:
-    """PyTorch's own, which has its allocators. Raises ``OSError`` where there is none of the known layout."""
+    """PyTorch's c10 library, which contains its allocators. Raises ``OSError`` if there is none with the known
+    layout."""
     if sys.platform not in _LIBRARIES:
         raise OSError(f"allocators of PyTorch have another layout on {sys.platform}")
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _LIBRARIES[sys.platform]))

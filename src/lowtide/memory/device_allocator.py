@@ -1,18 +1,19 @@
-"""Arenas on accelerators: their allocators give planned allocations their places, and all else goes where it went before.
+"""Arenas on accelerators: planned allocations get their places from the accelerator's allocator, all others work as
+before.
 
-PyTorch asks an accelerator's allocator for memory by a virtual method of c10's (``c10::Allocator::allocate``), whatever
-operator asks, results and workspaces alike. The extension gives that one object a copy of its table of methods in which this
-one is its own: the object, its pools, its statistics and its deleters stay what they are. As on the CPU
-(``memory.cpu_allocator``) c10 is known by its layout alone, which is probed before and by a test allocation after. Blocks of
-arenas are memory of that allocator, and count as allocated in its statistics, whatever lies in them.
+PyTorch asks an accelerator's allocator for memory by a virtual method of c10 (``c10::Allocator::allocate``), for
+results and workspaces alike. The extension gives that one object a copy of its method table with this entry replaced.
+The object, its pools, statistics and deleters stay as they are. As on the CPU (``memory.cpu_allocator``), the layout of
+c10's classes is probed before, and by a test allocation after. The blocks of arenas come from that allocator and count
+as allocated in its statistics.
 
-Why not otherwise: a ``torch.cuda.MemPool`` asks for segments of 2 or 20 MiB and more, and cuts them as it likes; ``out=``
-variants are missing for most of what is large (convolutions, attention, norms), or allocate and copy; and a pluggable allocator
-(``CUDAPluggableAllocator``) must be chosen before anything is allocated, and takes the place of caching altogether.
+Alternatives that do not work: ``torch.cuda.MemPool`` asks for segments of 2 or 20 MiB and more, and splits them freely.
+``out=`` variants are missing for most large operators (convolutions, attention, norms), or allocate and copy. A
+pluggable allocator (``CUDAPluggableAllocator``) must be chosen before any allocation, and replaces caching altogether.
 
-One stream is meant: a place is free for the next tensor as soon as the one before is gone from the program, while kernels that
-read it may still be waiting in the stream. All operators of a planned pass run on one; ``record_stream`` has no effect on what
-lies in an arena, such as a gradient.
+This assumes one stream: a place is reused as soon as the program has dropped the former tensor, while kernels that read
+it may still wait in the stream. All operators of a planned pass run on one stream. ``record_stream`` has no effect on
+tensors in an arena, such as gradients.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ DeviceMemory = core.DeviceMemory
 
 @functools.cache
 def device_memory(accelerator: Accelerator) -> DeviceMemory | None:
-    """Memory of one device for arenas; ``None`` where this build of PyTorch allows none, which the log says."""
+    """The source of memory of one device for arenas; ``None``, with a warning in the log, if this build of PyTorch
+    allows none."""
     return core.new_device_memory() if _install(accelerator.device.type) else None
 
 
 def arena_room(accelerator: Accelerator) -> int:
-    """What arenas take up of the device beside what lies in them."""
+    """Bytes of the device that arenas take beside the tensors in them."""
     if not _install.cache_info().currsize:  # no arena was ever asked for
         return 0
     memory = device_memory(accelerator)
@@ -51,7 +53,7 @@ def arena_room(accelerator: Accelerator) -> int:
 
 @functools.cache
 def _install(device_type: str) -> bool:
-    """Whether the allocator of the process's accelerator sends planned allocations to their places from now on."""
+    """Install the replaced method. Returns whether planned allocations now go to their places."""
     device = torch.device(device_type, 0)
     probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)  # shows how its memory is described
     try:
@@ -73,13 +75,13 @@ def _install(device_type: str) -> bool:
 
 
 def _number(device_type: str) -> int:
-    """Of c10's ``DeviceType``; what is none of them has the name of a backend outside of PyTorch."""
+    """The ``DeviceType`` of c10; other names are backends outside PyTorch."""
     kinds = {name.lower(): kind for name, kind in DeviceType.__members__.items()}
     return int(kinds.get(device_type, DeviceType.PrivateUse1).value)
 
 
 def _places(device: torch.device) -> bool:
-    """Whether a test allocation goes to its place and leaves it."""
+    """Whether a test allocation goes to its place, and frees it."""
     memory = core.new_device_memory()
     table = core.AddressTable(core.Arena(memory), [([(0, _PROBE_BYTES)], [], (0, 0))])
     with torch.accelerator.device_index(device.index):

@@ -1,4 +1,5 @@
-"""What one call was measured to take, and its file ``lowtide-measurement/1``. Without torch, so that reports can be."""
+"""The result of a memory measurement, and its file format ``lowtide-measurement/1``. Does not import torch, as reports
+must not."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ MEASUREMENT_FORMAT = "lowtide-measurement/1"
 class Measurement(Shown):
     """What one call took.
 
-    ``peak_bytes``: the most that the allocator had handed out above the level at the start; ``reserved_bytes``: the most that
-    it held of the device, handed out or not, above the same level (on the CPU arenas make the difference); ``final_bytes``:
-    the level at the end, the result still alive. ``device``: that the bytes are of. ``time_ns``: wall clock. ``timeline``: (ns
-    since start, bytes above start) at every change; empty on CUDA; it stops after a million changes, the peak does not.
+    ``peak_bytes``: the most that the allocator had handed out, above the level at the start. ``reserved_bytes``: the
+    most that it held of the device, handed out or not, above the same level (on the CPU, arenas make the difference).
+    ``final_bytes``: the level at the end, with the result alive. ``device``: where the bytes are. ``time_ns``: wall
+    clock. ``timeline``: (ns since start, bytes above start) at every change; empty on CUDA; it stops after a million
+    changes, but the peak does not.
     """
 
     peak_bytes: int
@@ -52,7 +54,7 @@ class Measurement(Shown):
 
 
 def load_measurement(path: str | Path) -> Measurement:
-    """Raises ``PlanError`` for a file that is not a measurement."""
+    """Read a measurement from a file. Raises ``PlanError`` if the file is not one."""
     data = read_json(path)
     if data.get("format") != MEASUREMENT_FORMAT:
         raise PlanError(f"{path} is not a measurement: expected {MEASUREMENT_FORMAT!r}, found {data.get('format')!r}.")

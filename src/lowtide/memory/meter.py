@@ -1,11 +1,12 @@
 """An exact memory meter for any callable.
 
-On the CPU it reads the counter in front of the allocator (``memory.cpu_allocator``); where that cannot be installed, with one
-warning, ``torch.profiler``'s memory events, which are as exact, but blind to threads that do not inherit the profiler's state.
-On an accelerator it reads the allocator's own statistics (sizes as the allocator rounds them, on CUDA to 512 bytes).
+On the CPU it reads the counter in front of the allocator (``memory.cpu_allocator``). If that cannot be installed, it
+warns once and uses the memory events of ``torch.profiler``, which are as exact but miss threads that do not inherit the
+profiler's state. On an accelerator it reads the allocator's own statistics (sizes as the allocator rounds them, on CUDA
+to 512 bytes).
 
-Not counted is what does not pass through PyTorch's allocator: scratch of oneDNN, MKL or a Python extension. The release of
-blocks that are older than the first measurement is not seen; results are then too high, never too low.
+Memory that does not come from PyTorch's allocator is not counted: scratch of oneDNN, MKL or a Python extension. The
+release of blocks older than the first measurement is not seen, so results are then too high, never too low.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from lowtide.memory.allocators import PeakWindow, accelerator_meter, reserved_me
 from lowtide.memory.measurement import Measurement
 
 _LOG_EVENTS = 1 << 20
-_COLLECTIONS = 5  # at most, before a measurement
+_COLLECTIONS = 5  # most garbage collections before a measurement
 _Level = tuple[int, int]  # (ns since the start, bytes above the level at the start)
 
 
 def measure(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Measurement:
     """Call ``fn(*args, **kwargs)`` once and report exact peak memory and time; its result is dropped.
 
-    The bytes are those of the accelerator (a CUDA device, say) on which the call allocated, of several the one on which it
-    took most, else those of the CPU. What an earlier measurement in another thread allocates meanwhile is counted too: the
-    allocator is one. Raises ``PlanError`` for what cannot be called.
+    The bytes are those of the accelerator (a CUDA device, say) on which the call allocated most, or of the CPU if it
+    used none. Allocations in other threads meanwhile are counted too, since they share the allocator. Raises
+    ``PlanError`` if ``fn`` is not callable.
     """
     if not callable(fn):
         raise PlanError(
@@ -67,7 +68,8 @@ def measure(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Measurement
 
 
 def collect_garbage() -> None:
-    """Free what the caller's earlier work left in cycles; again while that frees memory, as finalizers may leave garbage."""
+    """Collect reference cycles of earlier work; repeatedly while this frees memory, since finalizers may leave
+    garbage."""
     counter = cpu_allocator.install()
     level: int | None = None
     for _ in range(_COLLECTIONS):
@@ -78,13 +80,13 @@ def collect_garbage() -> None:
 
 
 def allocation_peak(fn: Callable[[], Any]) -> tuple[int, int]:
-    """The cheap form, for the CPU: (peak, level at the end with the result alive), both above the starting level."""
+    """A cheap form for the CPU: (peak, level at the end with the result alive), both above the level at the start."""
     found = _measure_cpu(fn, log_events=0)
     return found.peak_bytes, found.final_bytes
 
 
 def _synchronize(used: Sequence[Accelerator]) -> None:
-    """Wait for the devices that hold something; the others have nothing to do, and asking them would begin their use."""
+    """Wait for the devices in use. Others have no work, and a query would initialize them."""
     for each in used:
         if each.peak_bytes():
             each.synchronize()
@@ -117,7 +119,8 @@ def _measure_cpu(fn: Callable[[], Any], log_events: int = _LOG_EVENTS) -> Measur
 
 
 def _profile(fn: Callable[[], Any]) -> tuple[list[_Level], int]:
-    """(ns since start, level) from the profiler's memory events in time order, and the call's time."""
+    """The levels from the profiler's memory events, as (ns since start, level) in time order, and the call's time in
+    ns."""
     warnings.warn(
         "lowtide's allocation counter is not available on this build of PyTorch; memory is measured with "
         "torch.profiler, which does not see plain Python threads",
@@ -132,7 +135,7 @@ def _profile(fn: Callable[[], Any]) -> tuple[list[_Level], int]:
     raw = profiler.profiler.kineto_results.events() if profiler.profiler is not None else []
     changes = [(event.start_ns(), event.nbytes()) for event in raw if event.name() == "[memory]"]
     changes.sort(key=lambda change: change[0])
-    del result  # only now: its release is no part of the call
+    del result  # only now: the release is not part of the call
     levels = np.cumsum([nbytes for _, nbytes in changes], dtype=np.int64).tolist()
     origin = changes[0][0] if changes else 0
     return [(at - origin, level) for (at, _), level in zip(changes, levels, strict=True)], time_ns
