@@ -1,7 +1,7 @@
-"""Second memories that run: where schedules move storages to, and back from, while operators run.
+"""Second memories: where schedules move storages to, and back from, while operators run.
 
-``open_memory`` gives the one that goes by a name: ``disk`` or ``disk:/folder``, a file of its own that is gone with the
-process, and ``cpu``, the host's memory for an accelerator. A pass leases its room, and moves storages by it; see ``interface``.
+``open_memory`` returns a memory by name: ``disk`` or ``disk:/folder``, a file that is removed with the process, and
+``cpu``, the host's memory for an accelerator. A pass leases room in it and moves storages there; see ``interface``.
 """
 
 from lowtide.offload.bandwidth import with_offload

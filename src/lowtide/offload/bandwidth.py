@@ -1,7 +1,8 @@
 """Measures the bandwidth of a second memory while operators run, at its first use, and caches it on disk.
 
-Storages of two sizes go there and back while the device multiplies matrices; latency and bandwidth follow from the two. Figures
-are rounded to steps of a quarter, so that runs that measure nearly the same plan the same and find each other's plans.
+Storages of two sizes go there and back while the device multiplies matrices; latency and bandwidth follow from the two
+times. Figures are rounded to steps of a quarter, so that runs with similar measurements plan alike and find each
+other's plans.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _STEP = 1.25
 
 
 def with_offload(costs: Costs, name: str | None, budget: int | str | None, device: torch.device) -> Costs:
-    """``costs`` with the second memory ``name`` of a device, or as they are without one. ``budget``: how much of it may be
-    taken, a percentage being of all that ``costs`` know of. Raises as ``open_memory``, and ``PlanError`` for more than there
-    is."""
+    """``costs`` with the second memory ``name`` of a device; unchanged if ``name`` is ``None``. ``budget``: how much of
+    the memory may be used; a percentage refers to all storages in ``costs``. Raises as ``open_memory``, and
+    ``PlanError`` if the budget is more than is free."""
     if name is None:
         return costs
     memory, whole = open_memory(name, device), int(costs.storage_bytes.sum())
@@ -52,7 +53,7 @@ def with_offload(costs: Costs, name: str | None, budget: int | str | None, devic
         raise PlanError(
             f"an offload_budget of {capacity} bytes ({format_bytes(capacity)}) is more than is free: {format_bytes(free)}."
         )
-    # What is free changes all the time, and plans are found by what they were asked for.
+    # Free bytes change all the time; cached plans are found only if their request is the same, so leave them out.
     known = capacity if budget is not None or capacity < whole else None
     found = _measured(name, device)
     rates = found.offload_bytes_per_second, found.fetch_bytes_per_second

@@ -1,8 +1,10 @@
-"""A file on a local disk as second memory, of the CPU or of what its memory is too small for.
+"""A file on a local disk as second memory for models on the CPU.
 
-The file has no name: it is gone when the process ends, however that happens. Its bytes are reserved before a pass begins. One
-thread reads and writes, past the page cache where the file system lets it, by way of an aligned buffer of a few megabytes.
-``LOWTIDE_OFFLOAD_CHECKSUMS=1`` has every storage compared with what it was, by CRC-32, when it comes back.
+The file has no name, so it disappears when the process ends in any way. Its bytes are reserved before a pass begins.
+One thread reads and writes it, bypassing the page cache if the file system allows that, through an aligned buffer of a
+few megabytes.
+
+``LOWTIDE_OFFLOAD_CHECKSUMS=1`` checks every storage that comes back by CRC-32.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A transfer for the thread of ``process``. ``error``: why it could not be done."""
+    """A transfer for the thread of ``process``. ``error``: why it failed."""
 
     work: Callable[[Bytes], None]
     process: int
@@ -47,7 +49,7 @@ class _Job:
     error: str | None = None
 
     def wait(self, doing: str) -> None:
-        if not self.done.is_set() and self.process != os.getpid():  # the thread is not here: nobody would ever be done
+        if not self.done.is_set() and self.process != os.getpid():  # this process lacks the thread: do not wait forever
             self.error = "the process was forked during the pass, and threads are not; begin a pass after the fork"
         else:
             self.done.wait()
@@ -56,7 +58,7 @@ class _Job:
 
 
 class DiskMemory(SecondMemoryOf):
-    """A file in ``folder``. Raises ``ExecutionError`` where none can be made there."""
+    """A file in ``folder``. Raises ``ExecutionError`` if it cannot be created."""
 
     shared = True
 
@@ -72,10 +74,10 @@ class DiskMemory(SecondMemoryOf):
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._size = 0
-        self._free: list[tuple[int, int]] = []  # offset and size of what is not leased, in order
+        self._free: list[tuple[int, int]] = []  # free ranges as (offset, size), in order
         self._given_back: deque[tuple[int, int]] = deque()
         self._process = os.getpid()
-        # Not at the exit, when transfers may be under way: the number of a file that was closed may be another's.
+        # Not at exit: transfers may still run, and the descriptor of a closed file may be reused.
         weakref.finalize(self, self._jobs.put, None).atexit = False
         buffer = np.frombuffer(mmap.mmap(-1, _CHUNK), np.uint8)
         mover = threading.Thread(target=_work, args=(self._jobs, self._file, buffer), name="lowtide disk", daemon=True)
@@ -99,7 +101,7 @@ class DiskMemory(SecondMemoryOf):
         return DiskLease(self, offset, nbytes)
 
     def _join(self) -> None:
-        """Join what was given back with what lies beside it, so that room of any size is used again."""
+        """Merge returned ranges with adjacent free ones, so that they can be reused for any size."""
         given_back = [self._given_back.popleft() for _ in range(len(self._given_back))]
         joined: list[tuple[int, int]] = []
         for offset, nbytes in sorted([*self._free, *given_back]):
@@ -109,11 +111,11 @@ class DiskMemory(SecondMemoryOf):
         self._free = joined
 
     def _reserve(self, nbytes: int, more: int) -> None:
-        """Let the file grow by ``more`` bytes, for a pass that moves ``nbytes``."""
+        """Grow the file by ``more`` bytes, for a pass that moves ``nbytes``."""
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._file, self._size, more)
-            else:  # a disk that is full is an error later, where it is written to
+            else:  # a full disk is then an error of a later write
                 os.ftruncate(self._file, self._size + more)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -125,27 +127,27 @@ class DiskMemory(SecondMemoryOf):
         self._size += more
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Room for others. Takes no lock: the garbage collector calls it, in whatever a thread is doing."""
+        """Return a range. Takes no lock, because the garbage collector may call it at any point in any thread."""
         self._given_back.append((offset, nbytes))
 
     def free_bytes(self) -> int:
         own = sum(nbytes for _, nbytes in [*self._free, *self._given_back])
-        there = os.fstatvfs(self._file)  # not of the folder, whose path may mean another by now
+        there = os.fstatvfs(self._file)  # by file: the folder's path may lead elsewhere now
         return there.f_bavail * there.f_frsize + own
 
     def identity(self) -> tuple[str, ...]:
         return platform.node(), str(os.fstat(self._file).st_dev), str(self.direct)
 
     def write(self, offset: int, memory: Bytes) -> _Job:
-        """Begin to write ``memory``."""
+        """Begin to write ``memory`` at ``offset``."""
         return self._begin(offset, memory, self._write)
 
     def read(self, offset: int, memory: Bytes) -> _Job:
-        """Begin to read into ``memory``."""
+        """Begin to read from ``offset`` into ``memory``."""
         return self._begin(offset, memory, self._read)
 
     def _begin(self, offset: int, memory: Bytes, move: Callable[[int, Bytes, Bytes], None]) -> _Job:
-        """A job that moves part after part by way of the buffer, and holds on to nothing once it is done."""
+        """A job that moves ``memory`` in chunks through the buffer. It keeps no reference once it is done."""
         held = [memory]
 
         def work(buffer: Bytes) -> None:
@@ -157,7 +159,7 @@ class DiskMemory(SecondMemoryOf):
         return self.begin(work)
 
     def begin(self, work: Callable[[Bytes], None]) -> _Job:
-        """Have the thread do ``work`` with its buffer, after all that was begun before."""
+        """Queue ``work`` for the thread, which calls it with its buffer after all earlier jobs."""
         job = _Job(work, self._process)
         self._jobs.put(job)
         return job
@@ -222,13 +224,14 @@ class DiskCopy(Copy):
 
 
 def _memory_of(storage: torch.UntypedStorage) -> Bytes:
-    """The bytes of a storage of the CPU, which they keep."""
+    """The bytes of a CPU storage as an array, which keeps the storage alive."""
     memory: Bytes = bytes_of(storage).numpy()
     return memory
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None], file: int, buffer: Bytes) -> None:
-    """The thread: one transfer after the other. Whatever goes wrong is the error of one, which somebody waits for."""
+    """The thread's loop: one transfer after the other. An error is stored in its job, for the code that waits for
+    it."""
     while (job := jobs.get()) is not None:
         try:
             job.work(buffer)
@@ -238,12 +241,12 @@ def _work(jobs: queue.SimpleQueue[_Job | None], file: int, buffer: Bytes) -> Non
             job.error = f"{type(error).__name__}: {error}"
         del job.work
         job.done.set()
-        del job  # the next may be long in coming
+        del job  # do not keep it alive while waiting for the next
     os.close(file)
 
 
 def _nameless_file(folder: str) -> tuple[int, bool]:
-    """A file without a name, and whether it is read and written past the page cache. Raises ``ExecutionError``."""
+    """A file without a name, and whether it bypasses the page cache. Raises ``ExecutionError``."""
     if not hasattr(os, "preadv"):
         raise ExecutionError('offload="disk" needs a system that has preadv, such as Linux, and this one does not.')
     flags = os.O_RDWR | getattr(os, "O_TMPFILE", 0)
@@ -266,7 +269,7 @@ def _nameless_file(folder: str) -> tuple[int, bool]:
 
 
 def _is_in_memory(file: int) -> bool:
-    """Whether Linux keeps the file's file system in memory, as it often does that of /tmp."""
+    """Whether the file system of the file is in memory, as that of /tmp often is on Linux."""
     device = os.fstat(file).st_dev
     numbers = f" {os.major(device)}:{os.minor(device)} "
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:

@@ -1,8 +1,8 @@
 """The host's memory as second memory of an accelerator.
 
-Copies run on two streams of their own, one each way, from and to pinned memory. The stream that computes never blocks the host
-for them: it waits for events, in the order of the steps, so that memory is let go of after it was copied, and used after it was
-filled, as the accelerator's allocator reuses memory in the order of that stream.
+Copies run on two streams of their own, one per direction, to and from pinned memory. The computing stream never blocks
+the host for them. It waits for events, in the order of the steps, so that memory is freed after it was copied and used
+after it was filled: the accelerator's allocator reuses memory in the order of that stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide.offload.interface import Copy, Lease, SecondMemoryOf, bytes_of
 from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
-_UNKNOWN = 2**50  # bytes, where the system does not tell how much is free
+_UNKNOWN = 2**50  # bytes, if the system does not say how much is free
 
 
 class HostMemory(SecondMemoryOf):
@@ -38,13 +38,13 @@ class HostMemory(SecondMemoryOf):
             blocks = sorted((self._free.popleft() for _ in range(len(self._free))), key=lambda one: one.nbytes)
             block = next((one for one in blocks if one.nbytes >= nbytes), None)
             if block is not None:
-                self.out.wait_event(self.after(self.home))  # who had it may not have waited for what it fetched
+                self.out.wait_event(self.after(self.home))  # its last user may not have waited for a fetch
                 self._free.extend(one for one in blocks if one is not block)
-            del blocks  # where none is large enough, they make room for one that is
+            del blocks  # if none is large enough, free them all
         return HostLease(self, _pinned(nbytes) if block is None else block)
 
     def give_back(self, block: torch.Tensor) -> None:
-        """Room for others. Takes no lock: the garbage collector calls it, in whatever a thread is doing."""
+        """Return a block. Takes no lock, because the garbage collector may call it at any point in any thread."""
         self._free.append(block)
 
     def free_bytes(self) -> int:
@@ -67,7 +67,7 @@ class HostLease(Lease):
     def __init__(self, memory: HostMemory, block: torch.Tensor) -> None:
         super().__init__(memory.give_back, block)
         self.memory, self.block = memory, block
-        # What was fetched: from where to where, and when it had come.
+        # Ranges that were fetched, each with the event at which its copy ends.
         self.read: list[tuple[int, int, torch.Event]] = []
 
     def offload(self, offset: int, values: Sequence[torch.Tensor]) -> HostCopy:
@@ -78,15 +78,15 @@ class HostCopy(Copy):
     def __init__(self, lease: HostLease, offset: int, values: Sequence[torch.Tensor]) -> None:
         super().__init__(values)
         self._in: Any = None
-        self._waits = False  # whether the device still fills what nobody has waited for
+        self._waits = False  # whether a fetch began that no code has waited for
         memory = lease.memory
         self.lease, self.offset = lease, offset
         self.slot = lease.block[offset : offset + self.bytes]
         memory.out.wait_event(memory.after(memory.computing))
-        before = [one for one in lease.read if one[0] < offset + self.bytes and offset < one[1]]  # what was in the slot
+        before = [one for one in lease.read if one[0] < offset + self.bytes and offset < one[1]]  # from this slot
         for _, _, come in before:
             memory.out.wait_event(come)
-        lease.read[:] = [one for one in lease.read if one not in before]  # whoever comes next waits for this one
+        lease.read[:] = [one for one in lease.read if one not in before]  # later copies wait for this one
         with memory.out:
             self.slot.copy_(bytes_of(values[0].untyped_storage()), non_blocking=True)
         self._out = memory.after(memory.out)
@@ -96,7 +96,7 @@ class HostCopy(Copy):
 
     def _begin(self, storage: torch.UntypedStorage) -> None:
         memory = self.lease.memory
-        memory.home.wait_event(memory.after(memory.computing))  # who had this memory before
+        memory.home.wait_event(memory.after(memory.computing))  # earlier users of this memory
         memory.home.wait_event(self._out)
         with memory.home:
             bytes_of(storage).copy_(self.slot, non_blocking=True)
@@ -109,7 +109,7 @@ class HostCopy(Copy):
         self._waits = False
 
     def __del__(self) -> None:
-        if self._waits:  # a pass that was given up: nobody gets this memory before it was filled
+        if self._waits:  # an abandoned pass: the memory is not reused before the copy ends
             self.lease.memory.computing.wait_event(self._in)
 
     def settle(self) -> None:
@@ -119,7 +119,7 @@ class HostCopy(Copy):
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
-    """Memory that the device reads and writes by itself; common memory where there is none, which the log says."""
+    """Pinned memory, which the device accesses directly; ordinary memory, noted in the log, if there is none."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except (RuntimeError, NotImplementedError) as error:

@@ -3,9 +3,9 @@
 A pass leases room, and holds the lease as long as it lives. Each storage has a slot in it::
 
     copy = lease.offload(offset, (v1, v2))   # begins to copy the storage behind these values
-    copy.left()                              # before its memory is let go of, or written over
+    copy.left()                              # wait before its memory is freed or overwritten
     v1, v2 = copy.fetch()                    # new memory of the same layout, which begins to fill
-    copy.back()                              # before anybody reads or writes it
+    copy.back()                              # wait before it is read or written
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lowtide.ir import Costs, Fetch, Offload, Schedule
 from lowtide.place import Buffers, place
 
 ALIGNMENT = 4096
-"""Of slots: what files that are written past the page cache ask for."""
+"""Alignment of slots in bytes, as required for files that bypass the page cache."""
 
 
 class Layout(NamedTuple):
-    """Of a tensor in its storage."""
+    """Layout of a tensor in its storage, in elements."""
 
     dtype: torch.dtype
     offset: int
@@ -49,7 +49,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class Copy(abc.ABC):
-    """A storage in the second memory, on its way there, or on its way back."""
+    """A storage in the second memory, or on its way there or back."""
 
     def __init__(self, values: Sequence[torch.Tensor]) -> None:
         storage = values[0].untyped_storage()
@@ -63,7 +63,7 @@ class Copy(abc.ABC):
 
     def fetch(self) -> list[torch.Tensor]:
         """Return the values in new memory, which begins to fill; they must not be used before ``back``."""
-        # Not by ``UntypedStorage``, which allocates elsewhere on the CPU.
+        # Not ``UntypedStorage(...)``, which uses another allocator on the CPU.
         storage = torch.empty(self.bytes, dtype=torch.uint8, device=self.device).untyped_storage()
         self._begin(storage)
         return [layout.on(storage) for layout in self.layouts]
@@ -83,8 +83,8 @@ class Copy(abc.ABC):
 
 
 class Lease(abc.ABC):
-    """Room in a second memory for one pass. It is given back when nothing holds the lease or a copy of it any more, by
-    ``give_back`` with these ``arguments``."""
+    """Room in a second memory for one pass. It is returned by ``give_back(*arguments)`` when the lease and all its
+    copies are gone."""
 
     def __init__(self, give_back: Callable[..., None], *arguments: object) -> None:
         weakref.finalize(self, give_back, *arguments).atexit = False
@@ -95,7 +95,7 @@ class Lease(abc.ABC):
 
 
 class SecondMemoryOf(abc.ABC):
-    """A second memory of a device. ``shared``: both directions take turns."""
+    """A second memory of a device. ``shared``: whether both directions share the bandwidth and take turns."""
 
     shared = False
 
@@ -108,14 +108,14 @@ class SecondMemoryOf(abc.ABC):
         """Return the bytes that the memory could still hold."""
 
     def identity(self) -> tuple[str, ...]:
-        """Return what the bandwidth depends on beside name and device."""
+        """Return what the bandwidth depends on besides name and device."""
         return ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Room:
-    """The room that passes of a schedule need in a second memory: the slot of each storage that moves, and ``nbytes`` in all.
-    ``opened`` returns the memory of the process that runs the pass, which may be a fork of the one that planned."""
+    """The room that a pass of a schedule needs in a second memory: the slot of each storage that moves, and ``nbytes``
+    in total. ``opened`` returns the memory of the current process, which may be a fork of the one that planned."""
 
     opened: Callable[[], SecondMemoryOf]
     slots: Mapping[int, int]
@@ -127,8 +127,8 @@ class Room:
 
 
 def room_for(schedule: Schedule, costs: Costs, opened: Callable[[], SecondMemoryOf]) -> Room:
-    """Assign slots in the memory that ``opened`` returns to the storages that the schedule moves; slots of storages that are
-    there at the same time do not overlap."""
+    """Assign slots to the storages that the schedule moves, in the memory that ``opened`` returns. Slots of storages
+    that are there at the same time do not overlap."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, step in enumerate(schedule.steps):

@@ -17,8 +17,8 @@ _LOCK = threading.Lock()
 
 
 def open_memory(name: str, device: torch.device) -> SecondMemoryOf:
-    """Return this process's second memory of that name for a device. Raises ``PlanError`` if the device has none, and
-    ``ExecutionError`` if it cannot be opened."""
+    """Return this process's second memory of this name for a device. Raises ``PlanError`` if the device cannot have it,
+    and ``ExecutionError`` if it cannot be opened."""
     check_second_memory(name)
     key = (name, device, os.getpid())
     if key in _OPEN:
