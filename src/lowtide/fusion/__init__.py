@@ -1,6 +1,6 @@
-"""From a program of ATen operators to one of fused kernels: what a compiler makes of pointwise and reduction chains.
+"""Turn a program of ATen operators into one with compiled kernels for chains of pointwise operators and reductions.
 
-The result is a program like any other: its kernels are measured, planned, simulated and run as single operators are.
+The result is a program like any other: kernels are measured, planned, simulated and run as single operators.
 """
 
 from lowtide.fusion.autotune import autotuned

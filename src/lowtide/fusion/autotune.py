@@ -1,8 +1,8 @@
-"""Library calls by the routine that is quickest here: each is measured beside the ATen operator that it stands for.
+"""Replace library calls by the quickest routine on this machine: each is measured against its ATen operator.
 
-A routine takes the operator's place where it takes a tenth less time at least, and not much more memory. What is measured is
-kept with the costs of operators, so every process on a machine chooses alike, at every budget. In a training of several
-processes, each of which would choose for itself, ``pipeline`` asks nothing here.
+A routine replaces the operator if it takes at least a tenth less time and not much more memory. Measurements are cached
+with the costs of operators, so every process on a machine chooses alike, at every budget. In a training of several
+processes, which might choose differently, ``pipeline`` does not call this.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lowtide.ir import keep_all_schedule, simulate
 from lowtide.program.program import Program
 from lowtide.program.sizes import byte_costs, program_device
 
-_QUICKER = 0.9  # of the operator's time, at most
-_OF_OPERANDS, _OF_PEAK = 16, 100  # the fraction that a routine may take in memory beyond what the operator does
-_agree: dict[str, bool] = {}  # by signature
+_QUICKER = 0.9  # of the operator's time: a routine must take less
+_OF_OPERANDS, _OF_PEAK = 16, 100  # divisors: additional memory that a routine may take
+_agree: dict[str, bool] = {}  # whether a routine agrees, by signature
 
 
 def autotuned(program: Program) -> Program:
-    """``program`` with quicker routines in the place of operators."""
+    """``program`` with quicker routines in place of operators."""
     if program_device(program).type != "cpu" or not is_available():
         return program
     spare = _spare_bytes(program)
@@ -58,7 +58,7 @@ def _is_better(record: OperatorCost, best: OperatorCost, own: OperatorCost, spar
 
 
 def _spare_bytes(program: Program) -> list[int]:
-    """By op, the memory that a routine may take beyond what the operator does."""
+    """For each op, the additional memory that a routine may take."""
     graph, costs = program.graph, byte_costs(program)
     peak = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     operands = [{graph.values[value].storage for value in (*op.inputs, *op.outputs)} for op in graph.ops]
@@ -69,7 +69,7 @@ def _spare_bytes(program: Program) -> list[int]:
 
 
 def _agrees(program: Program, op: int, cache: CostCache) -> bool:
-    """Whether the routine of ``op`` gives the operator's results on synthetic tensors; one that was measured does."""
+    """Whether the routine of ``op`` gives the operator's results on synthetic tensors. A measured routine does."""
     key = signature(program, op)
     if cache.get(key, len(program.graph.ops[op].outputs)) is not None:
         return True

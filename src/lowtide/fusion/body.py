@@ -1,4 +1,4 @@
-"""What a fused kernel computes: the operators that it stands for, on tensors of fixed layouts."""
+"""What a fused kernel computes: the operators that it replaces, on tensors of fixed layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Code = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # empties the lis
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One operator of a kernel: ``Ref`` numbers are local, ``outputs`` the numbers that it defines."""
+    """One operator of a kernel. ``Ref`` numbers are local; ``outputs`` are the numbers that it defines."""
 
     call: Call
     outputs: tuple[int, ...]
@@ -24,19 +24,19 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What a kernel computes: inputs are numbered from 0, then each line's outputs; ``results`` are returned.
+    """What a kernel computes. Values are numbered: inputs from 0, then each line's outputs. ``results`` are returned.
 
-    ``donated``: nothing reads the first input afterwards, and the one result may take its memory.
+    ``donated``: nothing reads the first input afterwards, and the only result may take its memory.
     """
 
     inputs: tuple[TensorMeta, ...]
     lines: tuple[Line, ...]
     results: tuple[int, ...]
-    metas: tuple[TensorMeta, ...]  # of the results
+    metas: tuple[TensorMeta, ...]  # layouts of the results
     donated: bool = False
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Operator by operator, as plain PyTorch would."""
+        """Run operator by operator, as plain PyTorch does."""
         known = dict(enumerate(tensors))
         for line in self.lines:
             args, kwargs = map_references((line.call.args, line.call.kwargs), lambda ref: known[ref.value])
@@ -47,12 +47,12 @@ class Body:
 
     @property
     def strides(self) -> list[tuple[int, ...]]:
-        """Of the results."""
+        """The strides of the results."""
         return [meta.stride for meta in self.metas]
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """Names of the operators, each once."""
+        """The names of the operators, each once."""
         return tuple(dict.fromkeys(target_name(line.call.target) for line in self.lines))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Compiled code beside the operators that it stands for: whether both give the same numbers."""
+"""Compare compiled code with the operators that it replaces."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from lowtide.errors import CompiledMismatchError
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_CHECKS: list[None] = []  # one per open ``checked()``, of all threads: a backward pass may run in another
+_CHECKS: list[None] = []  # one per open ``checked()`` of any thread: a backward pass may run in another
 
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Inside, every kernel runs beside its operators on the program's own tensors: ``CompiledMismatchError`` where they
-    disagree. Takes time and memory beyond the plan."""
+    """A context in which every kernel also runs its operators on the program's tensors. Raises
+    ``CompiledMismatchError`` if they differ. Takes time and memory beyond the plan."""
     _CHECKS.append(None)
     try:
         yield
@@ -26,14 +26,15 @@ def checked() -> Iterator[None]:
 
 
 def checking() -> bool:
-    """Whether a ``checked()`` is open."""
+    """Whether a ``checked()`` context is open."""
     return bool(_CHECKS)
 
 
 def require_same(
     code: str, operators: tuple[str, ...], expected: Any, found: Any, strides: Sequence[tuple[int, ...]] = ()
 ) -> None:
-    """Raises ``CompiledMismatchError`` where ``code``, which stands for these operators, disagrees with them."""
+    """Raise ``CompiledMismatchError`` if the results of ``code`` differ from those of the operators that it
+    replaces."""
     complaint = compare(expected, found, strides)
     if complaint:
         raise CompiledMismatchError(
@@ -44,7 +45,8 @@ def require_same(
 
 
 def compare(expected: Any, found: Any, strides: Sequence[tuple[int, ...]] = ()) -> str:
-    """What is wrong with the tensors ``found``; empty where nothing is. They must have ``strides``, or the expected ones'."""
+    """How the tensors ``found`` differ; empty if they do not. They must have ``strides``, or the strides of
+    ``expected``."""
     wanted, got = _tensors(expected), _tensors(found)
     strides = strides or [want.stride() for want in wanted]
     for index, (want, have, stride) in enumerate(zip(wanted, got, strides, strict=True)):
@@ -61,7 +63,8 @@ def _tensors(results: Any) -> list[torch.Tensor]:
 
 
 def _relative_error(want: torch.Tensor, have: torch.Tensor) -> float:
-    """The largest difference over the largest finite magnitude; infinities and NaN must be in the same places."""
+    """The largest difference divided by the largest finite magnitude; infinite unless infinities and NaN are in the
+    same places."""
     if not want.is_floating_point() or not want.numel():
         return 0.0 if torch.equal(want, have) else float("inf")
     finite = want.isfinite()

@@ -1,14 +1,14 @@
-"""The one place that calls Inductor: from a kernel's operators to compiled code.
+"""The only module that calls Inductor: from a kernel's operators to compiled code.
 
-The operators are traced with Inductor's decompositions and handed to ``compile_fx_inner``, below AOTAutograd: nothing but code
-generation happens there. Results come in the captured strides. A result is written over the first input where that is donated
-and Inductor finds it safe, which it decides for backward graphs alone, so such a kernel is compiled as one.
+The operators are traced with Inductor's decompositions and passed to ``compile_fx_inner``, below AOTAutograd: only code
+generation happens there. Results have the captured strides. If the first input is donated and Inductor finds it safe,
+the result overwrites it. Inductor does this for backward graphs only, so such a kernel is compiled as one.
 
-Most of the time goes to the C++ compiler, or Triton's, in processes of their own. Here nobody waits for them before all
-kernels have been handed over, so that they are compiled side by side.
+Most of the time goes to the C++ compiler, or Triton's, in separate processes. All kernels are submitted before any is
+awaited, so they compile in parallel.
 
-Which inputs may be overwritten and which strides results have is not in the key that Inductor keeps code under, so graphs are
-marked: nobody else's code is taken for a kernel's, and the other way round.
+Inductor's cache key does not contain which inputs may be overwritten and which strides results have. So graphs get a
+mark: kernels and other code never share cache entries.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from lowtide.fusion.body import Body, Code
 from lowtide.program import layouts
 from lowtide.program.program import TensorMeta
 
-# Asserts on sizes run at every call; kernels are compared with their operators once instead.
+# Size asserts would run at every call; kernels are compared with their operators once instead.
 _SETTINGS = {"size_asserts": False, "nan_asserts": False, "alignment_asserts": False, "fallback_random": True}
-# Held while Inductor's settings and ``AsyncCompile.wait`` are others, for the whole process.
+# Held while Inductor's settings and ``AsyncCompile.wait`` are replaced, which affects the whole process.
 _GENERATING = threading.Lock()
 
 
 def start_body(body: Body) -> Callable[[], Code]:
-    """Generate the code of ``body`` and hand it to the compiler, which goes on in the background.
+    """Generate the code of ``body`` and start its compilation in the background.
 
-    What is returned waits for it: a function that takes the inputs in a list (which it empties) and returns the results.
-    Both raise what Inductor raises.
+    Returns a function that waits for it and returns the code: a function that takes the inputs in a list (which it
+    empties) and returns the results. Both raise Inductor's errors.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv())  # without one, nothing is kept on disk
+    mode = FakeTensorMode(shape_env=ShapeEnv())  # Inductor's disk cache needs a shape environment
     context = TracingContext(mode)
     if body.donated:
         facts: Any = types.SimpleNamespace(bw_donated_idxs=[0], static_input_indices=[])
@@ -78,7 +78,7 @@ def _traced(body: Body, fakes: list[torch.Tensor]) -> fx.GraphModule:
     traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
     first, *_, output = traced.graph.nodes
     output.meta["user_visible_output_idxs"] = list(range(len(body.results)))
-    # What the code is kept under has the name of the first node in it.
+    # The name of the first node is part of Inductor's cache key.
     first.name = "lowtide_overwritten" if body.donated else "lowtide_kernel"
     if first.op == "placeholder":
         first.target = first.name
@@ -87,7 +87,7 @@ def _traced(body: Body, fakes: list[torch.Tensor]) -> fx.GraphModule:
 
 
 def _arranged(result: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """``result`` in the captured layout, where a decomposition chose another."""
+    """``result`` in the captured layout, if a decomposition chose another."""
     if result.stride() == meta.stride:
         return result
     order = layouts.memory_order(meta.shape, meta.stride)
@@ -100,18 +100,20 @@ def _arranged(result: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 def _settings() -> Iterator[None]:
     from torch._inductor import config
 
-    # What code is written for: not all versions have the threads in their key.
+    # Code depends on the number of threads, which is not in the cache key of all versions.
     with config.patch({**_SETTINGS, "cpp.threads": torch.get_num_threads()}), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own about its own, while it loads its parts
+        warnings.simplefilter("ignore")  # warnings of torch about itself
         yield
 
 
 @contextlib.contextmanager
 def _not_waiting() -> Iterator[list[Callable[[], None]]]:
-    """Inside, generated modules of this thread are loaded without waiting for their kernels; the waits are what is given.
+    """A context in which this thread loads generated modules without waiting for their kernels. Yields the list of
+    waits.
 
-    A module's last step of loading puts compiled kernels in the place of those to come. It makes its own ``AsyncCompile``, so
-    the method is replaced for the whole process, by one thread at a time (``_GENERATING``): two would put back each other's.
+    The last step of loading a module waits and puts compiled kernels in place. Each module makes its own
+    ``AsyncCompile``, so the method is replaced for the whole process, by one thread at a time (``_GENERATING``): two
+    would restore each other's replacement.
     """
     from torch._inductor.async_compile import AsyncCompile
 

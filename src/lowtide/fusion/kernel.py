@@ -1,8 +1,7 @@
-"""A fused kernel: the operators that it stands for, and, once compiled, the code that computes them in one go.
+"""A fused kernel: the operators that it replaces, and, once compiled, code that computes them at once.
 
-Kernels with the same operators on the same layouts are one kernel, compiled once per process (and kept on disk by
-Inductor's own cache). Each is compared with the operators that it stands for before it is used: one that disagrees is
-refused, and the log says so.
+Kernels with the same operators on the same layouts are one kernel, compiled once per process (and cached on disk by
+Inductor). Each is compared with its operators before use; if results differ, it is refused, and the log says so.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from lowtide.program.program import Program, TensorMeta
 from lowtide.store import content_key
 
 _LOG = logging.getLogger(__name__)
-_COPYING: set[str] = set()  # digests of kernels that were given tensors in another layout: said once
-# By digest and number of threads, the code and the position of what it overwrites; ``None`` for what cannot be used.
+_COPYING: set[str] = set()  # digests of kernels called with another layout, to warn once
+# By digest and number of threads: code and position of the overwritten argument; ``None`` if unusable.
 _COMPILED: dict[tuple[str, int], tuple[Code, int | None] | None] = {}
 
 
 class Kernel:
-    """Callable as ``kernel(*tensors)``: one tensor, or a tuple where the body has several results.
+    """Callable as ``kernel(*tensors)``. Returns one tensor, or a tuple if the body has several results.
 
-    ``overwrites`` is the position of the argument that the result is written over, ``None`` where it is new memory.
+    ``overwrites``: the position of the argument whose memory the result takes, ``None`` if it is new memory.
     """
 
     def __init__(self, body: Body) -> None:
         self.body = body
         self.digest = content_key(str(body))[:16]
         self.__name__ = f"fused_{self.digest[:6]}"
-        self.__qualname__ = f"fused_{self.digest}"  # what costs are kept under
+        self.__qualname__ = f"fused_{self.digest}"  # key of its cached costs
         self.code: Code | None = None
         self.overwrites: int | None = None
 
@@ -55,7 +54,7 @@ class Kernel:
         return results[0] if len(results) == 1 else tuple(results)
 
     def _laid_out(self, tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-        """The tensor as the kernel was compiled for it, which would take each element from the wrong place."""
+        """The tensor in the layout that the kernel was compiled for; with another one it would read wrong elements."""
         if _has_layout(tensor, meta):
             return tensor
         if self.digest not in _COPYING:
@@ -69,21 +68,21 @@ class Kernel:
 
     @functools.cached_property
     def keeping(self) -> Callable[..., Any]:
-        """The same results in new memory, to the bit, so that they do not depend on which form a schedule takes. Compiles a
-        kernel of its own where this one overwrites an argument."""
+        """A form of the kernel that returns the same bits in new memory, so that results do not depend on which form a
+        schedule uses. Compiles another kernel if this one overwrites an argument."""
         if self.overwrites is None:
             return self
         other = Kernel(dataclasses.replace(self.body, donated=False))
         return self._on_a_copy if _compile([other]) or not self._agrees(other) else other
 
     def _agrees(self, other: Kernel) -> bool:
-        """Whether the kernel computes the same on random inputs."""
+        """Whether ``other`` computes the same bits on random inputs."""
         tensors = [synthetic_tensor(meta) for meta in self.body.inputs]
         with torch.no_grad():
             return torch.equal(other(*tensors), self(*tensors))
 
     def _on_a_copy(self, *tensors: torch.Tensor) -> Any:
-        """Overwrites a copy of the argument, which becomes the result."""
+        """Overwrite a copy of the argument, which becomes the result."""
         assert self.overwrites is not None
         given = list(tensors)
         given[self.overwrites] = layouts.empty(self.body.inputs[self.overwrites]).copy_(given[self.overwrites])
@@ -91,12 +90,12 @@ class Kernel:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What its code depends on."""
+        """What the compiled code depends on."""
         return self.digest, torch.get_num_threads()
 
 
 def compile_kernels(program: Program) -> frozenset[str]:
-    """Compile every kernel of ``program``; the digests of those that cannot be used, which the log names."""
+    """Compile every kernel of ``program``. Returns the digests of unusable ones, which are logged."""
     return _compile([call.target for call in program.calls if isinstance(call.target, Kernel)])
 
 
@@ -112,7 +111,7 @@ def _compile(kernels: Sequence[Kernel]) -> frozenset[str]:
 
 
 def _compilation(kernel: Kernel) -> Iterator[None]:
-    """Starts the compiler, and when it goes on waits for it: the code, where it does what the operators do, is kept."""
+    """Start the compiler; when resumed, wait for it. The code is kept if it agrees with the operators."""
     try:
         finish = inductor.start_body(kernel.body)
         yield
@@ -132,7 +131,8 @@ def _compilation(kernel: Kernel) -> Iterator[None]:
 
 
 def _tried(body: Body, code: Code) -> tuple[str, int | None]:
-    """How compiled results differ from the operators' on random inputs, if they do; the position of what was overwritten."""
+    """How compiled results differ from the operators' on random inputs (empty if not), and the position of the
+    overwritten argument."""
     tensors = [synthetic_tensor(meta) for meta in body.inputs]
     try:
         with torch.no_grad():

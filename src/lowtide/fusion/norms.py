@@ -1,8 +1,8 @@
-"""Normalisations taken apart: statistics, and the pointwise step that applies them.
+"""Split normalizations into statistics and the pointwise step that applies them.
 
-Batch and group normalisation return the normalised tensor and two small statistics. Apart, the tensor is pointwise in
-the input: it fuses with the activation behind it, is computed again inside the kernels of the backward pass, and need not
-be saved. The operator itself stays for its statistics; a kernel of it computes nothing else.
+Batch and group normalization return the normalized tensor and two small statistics. After the split, the tensor is
+pointwise in the input: it fuses with the following activation, is recomputed inside backward kernels, and need not be
+saved. The operator stays for its statistics; its kernel computes nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _BATCH_NORM, _GROUP_NORM = _ATEN._native_batch_norm_legit_functional.default, _A
 
 
 def split_norms(module: fx.GraphModule) -> None:
-    """Replace the first result of every batch and group normalisation of ``module`` by pointwise operators, in place."""
+    """Replace the first result of every batch and group normalization of ``module`` by pointwise operators, in
+    place."""
     for node in list(module.graph.nodes):
         if node.target not in (_BATCH_NORM, _GROUP_NORM) or not _is_whole(node):
             continue
@@ -36,12 +37,13 @@ def split_norms(module: fx.GraphModule) -> None:
 
 
 def _take_place(normal: fx.Node, applied: fx.Node) -> None:
-    """What views the normalised tensor views what is computed apart; what the operator still returns is another tensor."""
+    """Views of the normalized tensor become views of the new result. The operator's own first result becomes another
+    tensor."""
     seen, node = normal.meta["val"], normal.args[0]
     assert isinstance(node, fx.Node)
     with seen.fake_mode:
         own = torch.empty_strided(seen.shape, seen.stride(), dtype=seen.dtype, device=seen.device)
-        if applied.target is _ATEN.view.default:  # without weights: what holds the bytes was formed in another shape
+        if applied.target is _ATEN.view.default:  # without weights: the bytes belong to a tensor of another shape
             formed: Any = applied.args[0]
             formed.meta["val"] = seen.view(formed.meta["val"].shape)
     node.meta["val"] = (own, *node.meta["val"][1:])
@@ -49,14 +51,14 @@ def _take_place(normal: fx.Node, applied: fx.Node) -> None:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether only single results of the node are used, of a type in which statistics are kept too."""
+    """Whether only single results of the node are used, and its type is one in which statistics are kept too."""
     plain = all(user.target is operator.getitem for user in node.users)
     value = node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else None
     return plain and value is not None and value.dtype in (torch.float32, torch.float64) and value.dim() > 1
 
 
 class _Inserter:
-    """Adds operators behind the results of a node, with the meaning that it has."""
+    """Inserts operators after the results of a node, with the node's metadata."""
 
     def __init__(self, node: fx.Node, results: dict[Any, fx.Node]) -> None:
         self.node = node
@@ -64,7 +66,7 @@ class _Inserter:
         self.after = max(results.values(), key=list(node.graph.nodes).index)
 
     def result(self, index: int) -> fx.Node:
-        """Result ``index`` of the normalisation."""
+        """Result ``index`` of the normalization."""
         if index not in self.results:
             self.results[index] = self(operator.getitem, self.node, index)
         return self.results[index]
@@ -76,7 +78,7 @@ class _Inserter:
 
 
 def _apply(add: _Inserter, node: fx.Node) -> fx.Node:
-    """The normalised tensor from the statistics: in groups of channels, or channel by channel; then weight and bias."""
+    """The normalized tensor from the statistics, by groups of channels or by channel; then weight and bias."""
     arguments: tuple[Any, ...] = node.args
     x, weight, bias, *geometry = arguments
     sizes = list(x.meta["val"].shape)

@@ -1,9 +1,10 @@
-"""The proof that a fused program computes what the captured one does.
+"""Proof that a fused program computes the same as the captured one.
 
-Every value is an expression: an operator applied to expressions, down to inputs, constants and arriving gradients; equal ones
-get equal numbers. A kernel is read as the operators that it stands for (see ``fusion.kernel``). So outputs, gradients and
-updates with the same numbers in both programs are the same operators on the same operands, in whatever order and however
-often. Random operators and effects also count by their turn, and what the program overwrites by how often it has been written.
+Every value is an expression: an operator applied to expressions, down to inputs, constants and arriving gradients.
+Equal expressions get equal numbers. A kernel counts as the operators that it replaces (see ``fusion.kernel``). So if
+outputs, gradients and updates have the same numbers in both programs, they are the same operators on the same operands,
+in whatever order and however often they run. Random operators and effects are also numbered by their turn, and
+overwritten inputs by the number of writes so far.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lowtide.program.references import map_references
 
 
 def check_same(program: Program, fused: Program) -> None:
-    """Raises ``CompiledMismatchError`` where a result of ``fused`` is not the same expression as in ``program``."""
+    """Raise ``CompiledMismatchError`` if a result of ``fused`` is not the same expression as in ``program``."""
     numbers: dict[Hashable, int] = {}
     expected, found = (_Expressions(each, numbers).results() for each in (program, fused))
     wrong = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
@@ -35,25 +36,25 @@ def check_same(program: Program, fused: Program) -> None:
 
 
 class _Operand(NamedTuple):
-    """The number of an expression, and how often the program has written over it."""
+    """The number of an expression, and how often the program has overwritten it."""
 
     number: int
     writes: int
 
 
 class _Expressions:
-    """One program: ``known[value]`` is the number of its expression."""
+    """The expressions of one program. ``known[value]``: the number of the value's expression."""
 
     def __init__(self, program: Program, numbers: dict[Hashable, int]) -> None:
         self.program = program
         self.numbers = numbers
         self.known: dict[int, int] = {}
-        self.turns = 0  # of random operators and effects
-        self.written = Counter[int]()  # updates so far, by the number of an input
+        self.turns = 0  # random operators and effects so far
+        self.written = Counter[int]()  # updates so far, by expression number of the input
         self.updates: list[int] = []
 
     def results(self) -> dict[str, int]:
-        """The numbers of everything that leaves the program, by name."""
+        """The expression numbers of everything that leaves the program, by name."""
         program, known = self.program, self.known
         for position, value in enumerate(program.inputs):
             if value is not None:
@@ -85,11 +86,12 @@ class _Expressions:
             self.written[self.known[op.inputs[0]]] += 1
 
     def _compute(self, call: Call, outputs: Sequence[int], known: dict[int, int], turn: int = 0) -> int:
-        """The number of a call; its ``outputs`` are ``known`` from then on. ``turn``: among random operators and effects."""
+        """Number a call and add its ``outputs`` to ``known``. ``turn``: its turn among random operators and effects,
+        else 0."""
         reads = not _is_view(call.target)
 
         def operand(ref: Ref) -> _Operand:
-            if ref.value not in known:  # what computes it was lost
+            if ref.value not in known:  # nothing computes it any more
                 known[ref.value] = self._number(("lost", ref.value))
             return _Operand(known[ref.value], self.written[known[ref.value]] if reads else 0)
 
@@ -105,6 +107,6 @@ class _Expressions:
 
 
 def _is_view(target: Callable[..., Any]) -> bool:
-    """Whether the operator reads nothing: it may run before or after what it views is written."""
+    """Whether the operator only makes a view: it may run before or after a write to its base."""
     schema = getattr(target, "_schema", None)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)

@@ -1,13 +1,12 @@
-"""Which operators are computed together.
+"""Decide which operators are computed together in one kernel.
 
-A storage is *kept* (written to memory) where something other than a fusible operator reads it, where the caller gets it,
-where computing it again in each of its readers would read more than it holds, or where its reader comes so much later that
-what it is computed from would wait in its place, and is more. All other fusible operators vanish into the kernels of their
-readers. So every kept storage has one kernel that computes it from kept storages, and planners decide about kept storages
-only.
+A storage is *kept* (written to memory) if one of these holds: a non-fusible operator reads it; the caller gets it; its
+recomputation in each reader would read more than it holds; or its reader comes so much later that the inputs, which
+would have to stay instead, are larger. All other fusible operators are absorbed by the kernels of their readers. So
+every kept storage has one kernel that computes it from kept storages, and planners decide about kept storages only.
 
-Two steps. ``_transparent``, forward: what an operator's result could be computed from, looking through pointwise operators.
-``_anchors``, backward: the kept operators whose kernels an operator belongs to.
+There are two steps. ``_transparent``, forward: from what an operator's result could be computed, looking through
+pointwise operators. ``_anchors``, backward: the kept operators whose kernels an operator belongs to.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from lowtide.ir import Op
 from lowtide.program.layouts import memory_order
 from lowtide.program.program import Program
 
-_LONGEST = 48  # operators that may be computed again in a reader
-_NEAR = 8  # calls by which a kernel may keep what it reads for longer than its operators would
+_LONGEST = 48  # most operators to recompute in a reader
+_NEAR = 8  # calls by which a kernel may prolong the life of what it reads
 _FUSIBLE = (Kind.POINTWISE, Kind.GATHER, Kind.REDUCTION)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Ops computed by one kernel, views included, in program order. ``anchor`` is the one whose results are kept; the kernel
-    runs in its place. ``roots`` are the values that the kernel reads."""
+    """Ops that one kernel computes, views included, in program order. ``anchor``: the op whose results are kept; the
+    kernel runs in its place. ``roots``: the values that the kernel reads."""
 
     members: tuple[int, ...]
     anchor: int
@@ -38,13 +37,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class StorageReaders:
-    """The program seen storage by storage: ``readers[storage]`` are the ops, views apart, that read it."""
+    """A program by storages. ``readers[storage]``: the ops, except views, that read it."""
 
     program: Program
     kinds: list[Kind]
     readers: list[list[int]]
     owned: tuple[tuple[int, ...], ...]  # per op, storages that it allocates
-    handed: frozenset[int]  # storages that the caller gets
+    handed: frozenset[int]  # storages that the caller receives
 
     def storage(self, value: int) -> int:
         return self.program.graph.values[value].storage
@@ -57,7 +56,7 @@ class StorageReaders:
 
 
 def read_program(program: Program, apart: frozenset[int] = frozenset()) -> StorageReaders:
-    """``apart``: ops that must not be part of a kernel."""
+    """Collect the readers of each storage. ``apart``: ops that must not be part of a kernel."""
     graph = program.graph
     found = [Kind.CALL if i in apart and kind in _FUSIBLE else kind for i, kind in enumerate(kinds(program))]
     readers: list[list[int]] = [[] for _ in graph.storages]
@@ -70,8 +69,8 @@ def read_program(program: Program, apart: frozenset[int] = frozenset()) -> Stora
 
 
 def find_regions(reading: StorageReaders) -> list[Region]:
-    """One region per anchor, in program order, where a kernel is better than the operators: it takes several of them, or one
-    that compiles well."""
+    """One region per anchor, in program order, if a kernel is better than the operators: for several operators, or one
+    of ``ALONE``."""
     anchors = _anchors(reading, _transparent(reading))
     kept = {op for op, belongs in anchors.items() if op in belongs}
     regions = [_region(reading, op, kept) for op in sorted(kept)]
@@ -84,8 +83,8 @@ def find_regions(reading: StorageReaders) -> list[Region]:
 
 
 def _transparent(reading: StorageReaders) -> set[int]:
-    """Ops that may be computed again in every reader: what that reads is no more than their result."""
-    # By storage that is looked through: what it is computed from, and by how many ops.
+    """Ops that may be recomputed in every reader, because this reads no more bytes than reading their result."""
+    # For storages that are looked through: what they are computed from, and the number of ops.
     looked_through: dict[int, tuple[frozenset[int], int]] = {}
     found = set()
     for op in reading.program.graph.ops:
@@ -105,7 +104,8 @@ def _transparent(reading: StorageReaders) -> set[int]:
 
 
 def _rearranges(reading: StorageReaders, op: Op) -> bool:
-    """Whether the op copies a tensor into another order of its dimensions: slow to read, so done once for all readers."""
+    """Whether the op copies a tensor into another dimension order. Such reads are slow, so one copy serves all
+    readers."""
     if operator_name(reading.program.calls[op.id].target) not in ("clone", "_to_copy", "copy"):
         return False
     source, result = (reading.program.metas[value] for value in (op.inputs[-1], op.outputs[0]))
@@ -119,7 +119,7 @@ def _must_keep(reading: StorageReaders, storage: int) -> bool:
 
 
 def _anchors(reading: StorageReaders, transparent: set[int]) -> dict[int, frozenset[int]]:
-    """For each fusible op the kept ops whose kernels it is part of; itself where its result is kept."""
+    """For each fusible op, the kept ops whose kernels it is part of; itself if its result is kept."""
     graph = reading.program.graph
     calls = list(itertools.accumulate(kind is Kind.CALL for kind in reading.kinds))
     found: dict[int, frozenset[int]] = {}
@@ -140,13 +140,14 @@ def _anchors(reading: StorageReaders, transparent: set[int]) -> dict[int, frozen
 
 
 def _apart(reading: StorageReaders, op: Op, anchors: Iterable[int]) -> bool:
-    """Whether a kernel of ``anchors`` is better off reading the result, since it would jump about in what ``op`` reads."""
+    """Whether kernels of ``anchors`` should read the result from memory, because inside them the reads of ``op`` would
+    be scattered."""
     passes = any(reading.kinds[anchor] is Kind.REDUCTION for anchor in anchors)
     return reading.kinds[op.id] is Kind.GATHER or (passes and _rearranges(reading, op))
 
 
 def _waits(reading: StorageReaders, calls: Sequence[int], op: int, anchor: int) -> bool:
-    """Whether ``op`` in the kernel of ``anchor`` makes more wait for it, and for long, than its result holds."""
+    """Whether ``op`` in the kernel of ``anchor`` keeps more bytes alive, for long, than its result holds."""
     graph = reading.program.graph
     read = {reading.storage(value) for value in graph.ops[op].inputs}
     inside = (s for s in read - reading.handed if not graph.storages[s].external)
@@ -155,7 +156,7 @@ def _waits(reading: StorageReaders, calls: Sequence[int], op: int, anchor: int) 
 
 
 def _region(reading: StorageReaders, anchor: int, kept: set[int]) -> Region:
-    """What ``anchor`` is computed from, back to kept storages and to what is not fusible."""
+    """The ops from which ``anchor`` is computed, back to kept storages and non-fusible ops."""
     graph = reading.program.graph
     members, roots = {anchor}, dict[int, None]()
     pending = list(reversed(graph.ops[anchor].inputs))

@@ -1,4 +1,4 @@
-"""Write a program anew with its regions as single operators."""
+"""Rewrite a program with its regions as single operators."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lowtide.program.references import map_references
 def fuse(program: Program) -> Program:
     """``program`` with chains of pointwise operators and reductions as compiled kernels, see ``fusion.regions``.
 
-    Values that only live inside kernels are gone; inputs, results, gradients and everything that the caller sees stay.
-    The operators of a kernel that cannot be compiled, or computes something else, stay operators.
+    Values that only live inside kernels disappear. Inputs, results, gradients and all that the caller sees stay. If a
+    kernel cannot be compiled, or its results differ, its operators stay operators.
     """
     apart: frozenset[int] = frozenset()
     while True:
@@ -36,12 +36,12 @@ def fuse(program: Program) -> Program:
 
 
 def rewrite(program: Program) -> Program:
-    """As ``fuse``, before anything is compiled."""
+    """As ``fuse``, without compilation."""
     return with_overwrites(_Rewrite(read_program(program)).run())
 
 
 class _Rewrite:
-    """``steps`` are the operators of the new program in order, on the values of the old one."""
+    """Builds the new program. ``steps``: its operators in order, on the values of the old program."""
 
     def __init__(self, reading: StorageReaders) -> None:
         self.reading = reading
@@ -51,7 +51,7 @@ class _Rewrite:
         self.inside = {op for region in self.region_at.values() for op in region.members}
         read = [(region.anchor, region.roots) for region in self.region_at.values()]
         read += [(op.id, op.inputs) for op in self.graph.ops if self._stays(op)]
-        # By storage, the last op or anchor that reads it in the fused program.
+        # The last op or anchor that reads a storage in the fused program.
         self.last_reader = {self.graph.values[value].storage: at for at, values in sorted(read) for value in values}
         self.steps: list[tuple[Op, Call]] = []
         self.formed = set(self.graph.inputs)
@@ -64,13 +64,13 @@ class _Rewrite:
         return _renumbered(self.program, self.steps, forward_ops)
 
     def members(self, refused: frozenset[str]) -> frozenset[int]:
-        """The operators of the refused kernels, which run in the places of their anchors."""
+        """The operators of the refused kernels."""
         kernels = {op.id: call.target for op, call in self.steps if isinstance(call.target, Kernel)}
         anchors = (anchor for anchor, kernel in kernels.items() if kernel.digest in refused)
         return frozenset(op for anchor in anchors for op in self.region_at[anchor].members)
 
     def _stays(self, op: Op) -> bool:
-        """Whether the op is called as it was: it is no view and in no kernel."""
+        """Whether the op stays a call: it is not a view and not in a kernel."""
         return self.reading.kinds[op.id] is not Kind.VIEW and op.id not in self.inside
 
     def _emit(self, ops: Iterable[Op], results: Iterable[int]) -> None:
@@ -82,7 +82,7 @@ class _Rewrite:
         self._need(results)
 
     def _need(self, values: Iterable[int]) -> None:
-        """Views are formed where they are first needed, since what they view may have moved."""
+        """Form views where they are first needed: their base may be produced at another place now."""
         for value in values:
             if value not in self.formed:
                 producer = self.graph.values[value].producer
@@ -101,7 +101,7 @@ class _Rewrite:
         self._need(region.roots)
         outputs = tuple(filter(self._is_read, anchor.outputs)) or anchor.outputs[:1]
         dying = self._dying(region, outputs)
-        if dying is not None:  # it comes first, see ``Body.donated``
+        if dying is not None:  # put it first, see ``Body.donated``
             region = dataclasses.replace(region, roots=(dying, *(root for root in region.roots if root != dying)))
         kernel = Kernel(make_body(self.program, region, outputs, donated=dying is not None))
         positions = None if len(outputs) == 1 else tuple(range(len(outputs)))
@@ -109,7 +109,8 @@ class _Rewrite:
         self._add(op, Call(kernel, tuple(map(Ref, region.roots)), {}, positions))
 
     def _dying(self, region: Region, outputs: Sequence[int]) -> int | None:
-        """The root whose memory the kernel's one result could take: read for the last time, alone in its storage, as large."""
+        """The root whose memory the kernel's only result could take: last read here, alone in its storage, and of the
+        same size."""
         metas, values = self.program.metas, self.graph.values
         if len(outputs) != 1 or not fills_its_storage(metas[outputs[0]]):
             return None
@@ -130,7 +131,8 @@ class _Rewrite:
 
 
 def _renumbered(program: Program, steps: Sequence[tuple[Op, Call]], forward_ops: int) -> Program:
-    """The program of these operators on values of ``program``; what none of them returns is left out."""
+    """A program of these operators, with values of ``program`` renumbered; values that no operator returns are left
+    out."""
     old = program.graph
     producers = {value: number for number, (op, _) in enumerate(steps) for value in op.outputs}
     order = [*old.inputs, *producers]
@@ -181,7 +183,7 @@ def _with_numbers(call: Call, numbers: Mapping[int, int]) -> Call:
 
 
 def make_body(program: Program, region: Region, outputs: Sequence[int], donated: bool = False) -> Body:
-    """The region's operators with numbers of their own, for kernels to be told apart by."""
+    """The region's operators with local value numbers, so that equal kernels have equal bodies."""
     local = {value: number for number, value in enumerate(region.roots)}
     lines = []
     for member in region.members:

@@ -1,9 +1,9 @@
-"""Routines that stand for ATen operators on single-precision tensors on the CPU: products of matrices, and attention.
+"""Faster routines for ATen operators on float32 tensors on the CPU: matrix products and attention.
 
-A routine takes the operator's arguments and returns its results in the same layouts, equal but for rounding. ATen multiplies
-with the BLAS library that PyTorch was built with: where that has no kernel made for the processor, oneDNN's take half the
-time. A convolution with a kernel of one element is such a product for each image. Attention multiplies heads narrower than a
-vector register more slowly than heads that zeros have made as wide as one.
+A routine takes the operator's arguments and returns its results in the same layouts, equal except for rounding. ATen
+multiplies with the BLAS library that PyTorch was built with. If that has no kernels for this processor, oneDNN takes
+half the time. A convolution with a kernel of one element is a matrix product per image. Attention is slow for heads
+narrower than a vector register, so such heads are padded with zeros.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lowtide.program.layouts import contiguous_strides, is_expanded
 from lowtide.program.precision import matmul_precision
 from lowtide.program.program import Call, Program, Ref, TensorMeta
 
-_FEWEST_ROWS = 32  # of a part: fewer are not worth a call
+_FEWEST_ROWS = 32  # least rows of a part that are worth a call
 _WIDE = 16  # floats in the widest vector register
 
 
 class Routine:
-    """Callable as ``operator`` is."""
+    """A callable with the arguments of ``operator``."""
 
     def __init__(self, operator: Callable[..., Any], compute: Callable[..., Any], name: str) -> None:
         self.operator = operator
         self.compute = compute
         self.__name__ = name
-        self.__qualname__ = name  # what costs are kept under
+        self.__qualname__ = name  # key of its cached costs
 
     def __call__(self, *args: Any) -> Any:
         result = self.compute(*args)
@@ -41,8 +41,8 @@ class Routine:
 
 
 def routines(program: Program, op_id: int, spare_bytes: int) -> list[Routine]:
-    """Routines for the call of ``op_id``; of those that work part by part one that takes about ``spare_bytes`` beside its
-    operands and results."""
+    """Routines for the call of ``op_id``. Routines that work in parts take about ``spare_bytes`` beside operands and
+    results."""
     call, op = program.calls[op_id], program.graph.ops[op_id]
     metas = [program.metas[value] for value in (*op.inputs, *op.outputs)]
     if call.kwargs or not all(_usual(meta) for meta in metas):
@@ -53,7 +53,7 @@ def routines(program: Program, op_id: int, spare_bytes: int) -> list[Routine]:
 
 
 def _usual(meta: TensorMeta) -> bool:
-    """Single precision on the CPU, each element in a place of its own."""
+    """Whether a tensor is float32, on the CPU, not empty, and without elements that share memory."""
     if meta.entries is not None:
         return False
     expanded = is_expanded(meta.shape, meta.stride)
@@ -66,8 +66,8 @@ def _ways_to_compute(
     match operator, arguments:
         case "mm", [left, right]:
             yield "onednn_mm", _mm
-            # What is not laid out row by row is copied; where that takes too much, part by part.
-            a_row = 4 * (left.shape[1] + max(left.shape[1], right.shape[1]))  # copied twice, or copied and multiplied
+            # An operand that is not row-major is copied; in parts if the whole copy would take too much.
+            a_row = 4 * (left.shape[1] + max(left.shape[1], right.shape[1]))  # two copies, or a copy and its product
             rows = spare_bytes // a_row // _FEWEST_ROWS * _FEWEST_ROWS
             if left.stride[1] != 1 and _FEWEST_ROWS <= rows < left.shape[0]:
                 yield f"onednn_mm_by_{rows}", functools.partial(_mm_in_parts, rows)
@@ -80,15 +80,15 @@ def _ways_to_compute(
                 yield "onednn_convolution_backward", _convolution_backward
         case "_scaled_dot_product_flash_attention_for_cpu_backward", [_, query, key, *_, dropout, _]:
             heads, width = query.shape[1], query.shape[-1]
-            a_head = 4 * _WIDE * 4 * (query.shape[2] + key.shape[2])  # 4 tensors each, of 5 operands and 3 results
+            a_head = 4 * _WIDE * 4 * (query.shape[2] + key.shape[2])  # 5 operands and 3 results: 4 like each
             room = spare_bytes // a_head
             if width < _WIDE and room and not dropout:
-                at_once = -(-heads // -(-heads // room))  # in as few parts as there is room for, of about one size
+                at_once = -(-heads // -(-heads // room))  # as few parts as fit, of similar size
                 yield f"wide_attention_backward_by_{at_once}", functools.partial(_attention_backward, at_once)
 
 
 def _is_product(images: TensorMeta, weight: TensorMeta, geometry: Sequence[Any]) -> bool:
-    """Whether each image's result is the weight times the image."""
+    """Whether each image's result is the weight matrix times the image."""
     stride, padding, _, transposed, _, groups = geometry
     small = all(size == 1 for size in (*weight.shape[2:], *stride)) and not any(padding)
     return small and not transposed and groups == 1 and _is_contiguous(images) and _is_contiguous(weight)
@@ -99,7 +99,7 @@ def _is_contiguous(meta: TensorMeta) -> bool:
 
 
 def is_available() -> bool:
-    """Whether PyTorch has oneDNN, it is switched on, and nobody asked for other precisions or the very same numbers."""
+    """Whether PyTorch has oneDNN enabled, and neither another precision nor determinism was requested."""
     return bool(
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.mkldnn.enabled
@@ -126,7 +126,7 @@ def _mm_in_parts(rows: int, left: torch.Tensor, right: torch.Tensor) -> torch.Te
     result = left.new_empty(left.shape[0], right.shape[1])
     weight = right.t()
     for start in range(0, left.shape[0], rows):
-        # In two copies: one in its own order and one that turns it as a whole take a quarter of what turning a slice takes.
+        # Two copies, one in memory order and one transposing, take a quarter of the time of transposing a slice.
         part = left[start : start + rows].t().contiguous().t().contiguous()
         result[start : start + rows] = _linear(part, weight)
     return result
@@ -173,10 +173,10 @@ def _attention_backward(at_once: int, *arguments: Any) -> tuple[torch.Tensor, ..
             found = of_part(*wide, logsumexp[part], dropout, causal, scale=width**-0.5)
             for result, gradients in zip(results, found, strict=True):
                 result[part] = gradients[..., :width]
-            del wide, found, gradients  # before the next part takes as much
+            del wide, found, gradients  # free them before the next part
     return tuple(results)
 
 
 def stands_for(call: Call) -> Callable[..., Any]:
-    """The operator that a call computes."""
+    """The ATen operator that a call computes."""
     return call.target.operator if isinstance(call.target, Routine) else call.target
