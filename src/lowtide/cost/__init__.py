@@ -1,4 +1,4 @@
-"""What a program costs on a device: measured operator by operator, or modelled from rates where there is no device."""
+"""Costs of a program on a device: measured operator by operator, or modelled from peak rates without a device."""
 
 from lowtide.cost.analytical import analytical_costs
 from lowtide.cost.cache import CostCache

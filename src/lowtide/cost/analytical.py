@@ -1,11 +1,13 @@
-"""Costs without a device: operator FLOPs and bytes against peak rates (the roofline model).
+"""Costs without a device, from FLOPs and bytes of operators and peak rates (the roofline model).
 
-time = launch + max(FLOPs / sustained FLOP rate, bytes read and written / sustained bandwidth). FLOPs come from
-``torch.utils.flop_counter``'s formulas; an operator without one is bound by its bytes. Williams, Waterman, Patterson:
-Roofline, CACM 52(4), 2009. Collectives take what ``cost.links`` says, and inside what ``cost.on_links`` says.
+time = launch + max(FLOPs / sustained FLOP rate, bytes read and written / sustained bandwidth). FLOPs come from the
+formulas of ``torch.utils.flop_counter``; an operator without a formula is bound by its bytes. Williams, Waterman,
+Patterson: Roofline, CACM 52(4), 2009. The time of collectives comes from ``cost.links``, their workspace from
+``cost.on_links``.
 
-Workspace is a rule of thumb, rather above what was seen: operators that copy their arguments into another layout
-(convolutions, attention, sorting, scatter) are charged their arguments and results once more, others a wrapped number.
+The workspace is a rule of thumb, rather above observed values: operators that copy their arguments into another layout
+(convolutions, attention, sorting, scatter) get the bytes of their arguments and results, others those of a wrapped
+number.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ _VIEW_NS = 1_500
 
 
 def analytical_costs(program: Program, device_name: str = "auto", link_of: LinkOf | None = None) -> Costs:
-    """Modelled time and workspace of every op, for ``device_name`` of the table in ``cost.devices``. ``link_of``: by the ranks
-    of a group, the link between them, by default the device's own."""
+    """Modelled time and workspace of every op on ``device_name``, a name in the table of ``cost.devices``. ``link_of``:
+    maps the ranks of a group to the link between them; default: the device's own link."""
     device = get_device(device_name)
     ops = program.graph.ops
     return Costs(
@@ -46,7 +48,7 @@ def analytical_costs(program: Program, device_name: str = "auto", link_of: LinkO
 
 
 def operator_time_ns(program: Program, op: int, device: Device, link_of: LinkOf | None = None) -> int:
-    """Modelled time of one op; ``link_of`` as of ``analytical_costs``."""
+    """Modelled time of one op in nanoseconds. ``link_of``: as for ``analytical_costs``."""
     node = program.graph.ops[op]
     if node.target == TANGENT_TARGET:
         return 0
@@ -62,7 +64,7 @@ def operator_time_ns(program: Program, op: int, device: Device, link_of: LinkOf 
 
 
 def operand_bytes(program: Program, op: int) -> int:
-    """Arguments and results: as a workspace more than operators are known to take."""
+    """Bytes of arguments and results. As a workspace this is more than operators are known to need."""
     node = program.graph.ops[op]
     metas = [program.metas[value] for value in (*set(node.inputs), *node.outputs)]
     return sum(
@@ -77,7 +79,7 @@ def workspace_bytes(program: Program, op: int) -> int:
         return 0
     if (inside := collective_workspace(program, op)) is not None:
         return inside
-    if node.target == OPTIMIZER_TARGET:  # as large as its parameter
+    if node.target == OPTIMIZER_TARGET:  # one tensor as large as the parameter
         return program.metas[node.inputs[0]].storage_bytes
     name = target_name(program.calls[op].target)
     return operand_bytes(program, op) if any(word in name for word in _COPYING) else _WRAPPED_NUMBER_BYTES

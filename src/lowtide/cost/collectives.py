@@ -1,8 +1,8 @@
-"""Costs of the collectives of sharded parameters, measured by all ranks of a group at once.
+"""Costs of the collectives of sharded parameters, measured by all ranks of a group together.
 
-A collective ends when all of its ranks have come to it. So ``measure_collectives`` is called by all of them, for the same
-units in the same order; what is kept on disk is measured again unless all ranks find it there. The longest time and the
-largest peak of the group are those of all ranks, so that all plan with the same numbers.
+A collective ends when all of its ranks have reached it. So all ranks call ``measure_collectives`` for the same units in
+the same order. A cached cost is measured again unless all ranks have it. All ranks use the longest time and the largest
+peak of the group, so that all plan with the same numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lowtide.program.sizes import program_device
 
 _REPEATED = 5
 
-_KNOWN: dict[str, tuple[int, ...]] = {}  # by name, ranks and backend: time and peak, in this process
+_KNOWN: dict[str, tuple[int, ...]] = {}  # (time ns, peak bytes) by name, ranks and backend
 
 
 def measure_collectives(program: Program) -> None:
-    """Time and peak of the collectives in ``program``, where they are not known. All ranks of a unit's group must call it."""
+    """Measure time and peak of unknown collectives in ``program``. All ranks of a unit's group must call it."""
     device = program_device(program)
     if device.type == "meta":
         return
@@ -50,7 +50,7 @@ def measure_collectives(program: Program) -> None:
 
 
 def collective_costs(program: Program) -> Mapping[int, tuple[int, ...]]:
-    """By op, the time in nanoseconds and the peak of a collective of sharded parameters."""
+    """Time in ns and peak in bytes of the collectives of sharded parameters, by op."""
     keys = ((op, _key(target)) for op, target in sharded_collectives(program))
     return {op: _KNOWN[key] for op, key in keys if key in _KNOWN}
 
@@ -70,7 +70,7 @@ def _measured(call: Callable[[], Any], device: torch.device) -> list[int]:
 
 
 def _most(numbers: list[int], groups: Sequence[Any], device: torch.device) -> list[int]:
-    """Of all ranks that one comes to by these groups."""
+    """The maxima over all ranks that these groups connect."""
     together = torch.tensor(numbers, dtype=torch.int64, device=device)
     for group in groups:
         distributed.all_reduce(together, op=distributed.ReduceOp.MAX, group=group)

@@ -1,10 +1,10 @@
-"""What devices can do at best, and how much of it operators see.
+"""Peak rates of devices, and the part of them that operators reach.
 
-Peak rates are the makers' data sheets, dense, without sparsity: NVIDIA A100 80GB SXM (19.5 TFLOP/s float32, 312
+Peak rates are from the makers' data sheets, dense, without sparsity: NVIDIA A100 80GB SXM (19.5 TFLOP/s float32, 312
 bf16/fp16, 9.7 float64, 2039 GB/s), H100 SXM (67, 989, 34, 3.35 TB/s), H200 SXM (the same chip, 4.8 TB/s), GeForce RTX
-4090 (Ada whitepaper: 82.6, 165 with fp32 accumulation, 1.29, 1008 GB/s). Links to the host are 16 lanes of PCI Express 4 (31.5
-GB/s each way) and 5 (63). ``cpu`` is a pair of generic server cores with
-AVX2: 2 cores x 3 GHz x 32 float32 operations, and the bandwidth that two cores of such machines sustain.
+4090 (Ada whitepaper: 82.6, 165 with fp32 accumulation, 1.29, 1008 GB/s). Links to the host are 16 lanes of PCI Express
+4 (31.5 GB/s each way) and 5 (63). ``cpu`` is two generic server cores with AVX2: 2 cores x 3 GHz x 32 float32
+operations, and the bandwidth that two such cores sustain.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from lowtide.errors import CostError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """``flops``: peak floating-point operations per second by dtype; ``bandwidth``: bytes per second; ``link``: the same to
-    the host's memory and back, each way, 0 where that is the device's own. ``flops_share`` and ``bandwidth_share``: the parts
-    that large operators reach of these peaks; ``launch_ns``: what any operator takes. ``ranks``: the link of ``cost.links`` to
-    the device's like, on which collectives run."""
+    """Peak rates of a device.
+
+    ``flops``: floating-point operations per second by dtype. ``bandwidth``: bytes per second of its memory. ``link``:
+    bytes per second to and from the host's memory, in each direction, 0 if it shares that memory. ``flops_share``,
+    ``bandwidth_share``: the parts of the peaks that large operators reach. ``launch_ns``: minimum time of any operator.
+    ``matches``: parts of the maker's names for it. ``ranks``: name of the link (``cost.links``) to devices of its kind.
+    """
 
     name: str
     flops: Mapping[torch.dtype, float]
@@ -37,7 +40,7 @@ class Device:
     ranks: str = "ethernet-25"
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
-        """Of an unlisted dtype: float32's."""
+        """The rate for this dtype; that of float32 for dtypes not in the table."""
         return self.flops.get(dtype, self.flops[torch.float32])
 
 
@@ -56,7 +59,8 @@ DEVICES = {device.name: device for device in _DEVICES}
 
 
 def get_device(name: str = "auto") -> Device:
-    """The device of this name; ``"auto"`` is the machine's own where it is in the table, else the generic CPU."""
+    """The device with this name. ``"auto"`` is the machine's accelerator if it is in the table, else the generic CPU.
+    Raises ``CostError`` for an unknown name."""
     if name == "auto":
         return _of_maker(next((each.name() for each in accelerators()), ""))
     simple = name.lower().replace(" ", "").replace("-", "").replace("_", "")
@@ -66,7 +70,7 @@ def get_device(name: str = "auto") -> Device:
 
 
 def device_of(device: torch.device) -> Device:
-    """What the table has of a device of this machine, else the generic CPU."""
+    """The table's entry for a device of this machine, else the generic CPU."""
     return _of_maker(device_name(device))
 
 
@@ -75,5 +79,5 @@ def _of_maker(name: str) -> Device:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as its maker names it; for a CPU with the number of cores that the process may use."""
+    """The maker's name of the device; for a CPU with the number of cores that the process may use."""
     return interface_of(device).name()

@@ -1,8 +1,9 @@
-"""What links between ranks can do, and how long collectives take on them: bandwidth and latency, on paper.
+"""Bandwidth and latency of links between ranks, and the modelled time of collectives on them.
 
-Latencies are those of NCCL's own model (``src/graph/tuning.cc``, rings with the protocol for large messages): 8.4 us for a
-collective to begin, and for each step 3.4 us on NVLink, 5.7 us on PCI Express, 9.6 us on a network. Bandwidths are peaks, each
-way: what a ring reaches is less, which ``share`` says (0.8 of all, as of the memory of accelerators in ``cost.devices``).
+Latencies are those of NCCL's own model (``src/graph/tuning.cc``, rings with the protocol for large messages): 8.4 us to
+start a collective, and for each step 3.4 us on NVLink, 5.7 us on PCI Express, 9.6 us on a network. Bandwidths are peaks
+in each direction. A ring reaches a part of them, ``share`` (0.8 for all, as for accelerator memory in
+``cost.devices``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """``bandwidth``: bytes per second that a rank sends, and receives at the same time, at best; ``share``: the part of it that
-    large messages reach. ``step_ns`` passes in each step from a rank to another one before its first byte."""
+    """``bandwidth``: peak bytes per second that a rank sends, and receives at the same time. ``share``: the part of it
+    that large messages reach. ``step_ns``: latency of one step from a rank to another in ns."""
 
     name: str
     bandwidth: float
@@ -42,7 +43,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
 
 
 def get_link(name: str) -> Link:
-    """The link of this name. Raises ``CostError`` for one that is not in the table."""
+    """The link with this name. Raises ``CostError`` for an unknown name."""
     if name not in LINKS:
         raise CostError(f"link {name!r} is not in the table; known are {', '.join(LINKS)}.")
     return LINKS[name]

@@ -1,11 +1,12 @@
-"""Costs measured on the device in use: every distinct operator call once, on synthetic tensors, one operator's at a time.
+"""Costs measured on the present device: every distinct operator call is run alone, on synthetic tensors.
 
-An operator is run six times or more: the first run warms up, the others are timed, and the allocator's peak during them, less
-the storages that the op returns, is the workspace. Of the storages returned and the captured ones, the larger bytes count.
-Operators whose times scatter, and that take more than next to nothing of a step, are timed again once all others are done,
-when what disturbed them may be over; their least time counts.
+An operator runs six times or more. The first run warms up; the others are timed. The allocator's peak in them, less the
+storages that the op returns, is the workspace. If returned and captured storages differ in size, the larger counts.
 
-Everything that the caller could notice is put back: generator states, gradient mode, autocast, garbage collection.
+If an operator's times scatter, and it is not a negligible part of a step, it is timed again after all others, when a
+disturbance may be over. Its least time counts.
+
+All global state is restored: generator states, gradient mode, autocast, garbage collection.
 """
 
 from __future__ import annotations
@@ -43,35 +44,35 @@ from lowtide.program.references import map_references
 from lowtide.program.sizes import program_device, storage_bytes
 
 _LOG = logging.getLogger(__name__)
-_BUDGET_NS = 15_000_000  # per signature
-_SCATTERED = 0.25  # spread over time, from which an operator is timed again
-_AGAIN = 3  # times at most
-_NEGLIGIBLE = 0.001  # of the time of a step, up to which an operator is not timed again
-# Kernels that return the state for their backward only where gradients are recorded.
+_BUDGET_NS = 15_000_000  # time for each signature
+_SCATTERED = 0.25  # spread / time, above which an operator is timed again
+_AGAIN = 3  # most repetitions of this
+_NEGLIGIBLE = 0.001  # of the time of a step: operators below are not timed again
+# Kernels that return state for their backward pass only if gradients are enabled.
 _NEEDS_GRAD_MODE = ("aten.mkldnn_rnn_layer.default",)
-_NOT_RUN = (TANGENT_TARGET, EXPECT_TARGET, *STATE_TARGETS)  # what states take to come and go is that of a second memory
-# What operators take, by signature; ``None``: they cannot be run by themselves.
+_NOT_RUN = (TANGENT_TARGET, EXPECT_TARGET, *STATE_TARGETS)  # transfers of states cost what the second memory says
+# Costs of operators by signature; ``None`` if an operator cannot be run alone.
 _BYTES: dict[str, OperatorCost | None] = {}
-_MOST_KNOWN = 1 << 14  # of these
-_SAID: set[str] = set()  # why operators could not be run
-_ARGUMENT = -1  # output group of what lives in an argument's storage
-_CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError)  # raised of tensors that an operator is not made for
+_MOST_KNOWN = 1 << 14  # most entries of these caches
+_SAID: set[str] = set()  # reasons already logged
+_ARGUMENT = -1  # output group of outputs in an argument's storage
+_CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError)  # errors of operators on unsuitable tensors
 
 
 def measure_costs(
     program: Program, *, cache: CostCache | None = None, on_progress: Callable[[str, float], None] | None = None
 ) -> Costs:
-    """Time and workspace of every op of ``program`` on its device.
+    """Time in ns and workspace in bytes of every op of ``program`` on its device.
 
-    ``cache`` defaults to the file of this device and torch version; ``CostCache(None)`` keeps nothing.
-    ``on_progress(text, fraction)`` is called as signatures are measured.
+    ``cache`` defaults to the file of this device and PyTorch version; ``CostCache(None)`` keeps nothing.
+    ``on_progress(text, fraction)`` is called while operators are measured.
     """
     together = collective_costs(program)
     apart = {op for op, call in enumerate(program.calls) if isinstance(call.target, Waited)}.union(together)
     ops = [op.id for op in program.graph.ops if op.target not in _NOT_RUN and op.id not in apart]
     records, failed = measure_operators(program, ops, cache=cache, on_progress=on_progress)
     for reason in dict.fromkeys(reason for reason in failed.values() if reason):
-        if reason not in _SAID and len(_SAID) < _MOST_KNOWN:  # a plan may take the costs of several forms of a program
+        if reason not in _SAID and len(_SAID) < _MOST_KNOWN:  # several forms of a program may fail alike
             _SAID.add(reason)
             _LOG.warning("%s; its cost is estimated", reason)
     time_ns, workspace = ([0] * len(program.graph.ops) for _ in range(2))
@@ -99,8 +100,8 @@ def measure_operators(
     cache: CostCache | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> tuple[dict[int, OperatorCost], dict[int, str]]:
-    """The costs of ``ops``, and of those that cannot be run on synthetic tensors why, nothing where there is no room for that
-    now (``cost.room``). Arguments as of ``measure_costs``."""
+    """Return the costs of ``ops``, and for those that cannot be run on synthetic tensors the reason, empty if there is
+    just no room for them now (``cost.room``). Arguments as for ``measure_costs``."""
     device = program_device(program)
     cache = CostCache.open(device) if cache is None else cache
     report = on_progress or (lambda text, fraction: None)
@@ -112,7 +113,7 @@ def measure_operators(
     failed: dict[str, str] = {}
     if missing():
         room = room_for(program)
-        with cache.measuring(), _undisturbed(device):  # another process may have measured the same meanwhile
+        with cache.measuring(), _undisturbed(device):  # another process may have measured them meanwhile
             left = missing()
             now = {key: op for key, op in left.items() if _fits(program, op, room)}
             failed = dict.fromkeys(left.keys() - now.keys(), "")
@@ -125,7 +126,8 @@ def measure_operators(
 
 
 def _fits(program: Program, op: int, room: int | None) -> bool:
-    """What recurrent layers keep for the backward pass is as large as they say when they run, and so is the room for it."""
+    """Whether an operator may run in ``room`` bytes. Always true for recurrent layers: only a run tells the size of
+    what they keep for the backward pass."""
     recurrent = target_name(program.calls[op].target).startswith("aten.mkldnn_rnn_layer")
     return room is None or recurrent or measured_in_bytes(program, op) <= room
 
@@ -143,10 +145,11 @@ def _measure(
     cache: CostCache,
     report: Callable[[str, float], None],
 ) -> dict[str, str]:
-    """Add the costs of the ``missing`` to ``cache``, each of an op by its signature; by signature that cannot be run, why.
+    """Measure the ``missing`` signatures, each by one op, and add them to ``cache``. Returns the reason for each that
+    cannot be run.
 
-    Operators whose repetitions scattered are timed again, until they do not; the least time is kept. ``uses`` tells how often
-    each signature is run in a step.
+    Operators with scattered times are timed again, and their least time is kept. ``uses``: how often each signature
+    occurs in a step.
     """
     device, failed = program_device(program), dict[str, str]()
     for again in range(1 + _AGAIN):
@@ -172,11 +175,11 @@ def _measure(
 
 
 def measure_bytes(program: Program, like: Costs) -> Costs:
-    """Workspaces and storages of every op of ``program``, each distinct operator run once in a process: that takes a fraction
-    of a step. Times are those of ``like``, of the same operators at other sizes."""
+    """Workspaces and storages of every op of ``program``; each distinct operator runs once per process, in a fraction
+    of a step's time. Times are those of ``like``, for the same operators at other sizes."""
     ops = [op for op in program.graph.ops if op.target not in _NOT_RUN]
     workspace, real, device = [0] * len(program.graph.ops), storage_bytes(program), program_device(program)
-    room = functools.cache(room_for)  # which takes longer than to find that all are known
+    room = functools.cache(room_for)  # slow: only if an operator is not known
     with _undisturbed(device):
         for op in ops:
             key = signature(program, op.id)
@@ -194,13 +197,13 @@ def measure_bytes(program: Program, like: Costs) -> Costs:
 
 
 def _bytes_of(program: Program, op: int, device: torch.device) -> OperatorCost | None:
-    """What an operator allocates, without its time; ``None`` where it cannot be run by itself."""
+    """The bytes that an operator allocates, without its time; ``None`` if it cannot be run alone."""
     call = program.calls[op]
     try:
         target, results = _runnable(call.target), list[Any]()
         args, kwargs, tensors = synthetic_arguments(program, op, drawn=False)
         if hasattr(call.target, "rehearsal") or device.type != "cpu":
-            target(*args, **kwargs)  # the first time it takes what it keeps, or what its library does
+            target(*args, **kwargs)  # the first run allocates lasting state of operator or library
         with unseen(call.target):
             peak_bytes = peak_of(lambda: results.append(target(*args, **kwargs)), device)
         return OperatorCost(0, 0, peak_bytes, *_returned(results.pop(), call.positions, tensors))
@@ -209,7 +212,7 @@ def _bytes_of(program: Program, op: int, device: torch.device) -> OperatorCost |
 
 
 def measure_operator(program: Program, op: int, device: torch.device) -> OperatorCost:
-    """Run one operator of ``program`` on synthetic tensors. Raises whatever it raises."""
+    """Run one operator of ``program`` on synthetic tensors. Raises the operator's errors."""
     call = program.calls[op]
     target = _runnable(call.target)
     args, kwargs, tensors = synthetic_arguments(program, op)
@@ -221,8 +224,8 @@ def measure_operator(program: Program, op: int, device: torch.device) -> Operato
 
 
 def _restoring(call: Call, args: tuple[Any, ...]) -> Callable[[], Any]:
-    """Gives an argument that the call writes over its numbers back: they would shrink or grow with every repetition, at
-    last to ones that take longer."""
+    """A function that restores the argument that the call overwrites. Otherwise its numbers would shrink or grow with
+    each repetition, until operators become slower."""
     position = overwritten_argument(call.target)
     if position is None:
         return lambda: None
@@ -233,7 +236,7 @@ def _restoring(call: Call, args: tuple[Any, ...]) -> Callable[[], Any]:
 def synthetic_arguments(
     program: Program, op: int, *, drawn: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-    """The call's arguments, and the distinct tensors among them; ``drawn`` as of ``synthetic_tensor``."""
+    """The call's arguments, and the distinct tensors among them. ``drawn``: as for ``synthetic_tensor``."""
     tensors: dict[int, torch.Tensor] = {}
     call, whole = program.calls[op], copies_storage(program.calls[op].target)
 
@@ -250,21 +253,22 @@ def synthetic_arguments(
 
 
 def _runnable(target: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs in the place of an operator. Raises ``NotImplementedError`` where nothing may."""
+    """The callable to run for an operator. Raises ``NotImplementedError`` if it must not run."""
     if declares_effect(target) or isinstance(target, Waited):
         raise NotImplementedError("it has an effect")
     rehearsal = getattr(target, "rehearsal", None)
-    if rehearsal is not None:  # of an update that an optimizer makes, on a state of its own
+    if rehearsal is not None:  # an optimizer's update, on separate state
         made: Callable[..., Any] = rehearsal()
         return made
     return torch.enable_grad()(target) if target_name(target) in _NEEDS_GRAD_MODE else target
 
 
 def _opaque(program: Program, value: int) -> torch.Tensor | None:
-    """What one operator keeps for another (the workspace of a recurrent layer, the seed of an attention) must really come from
-    it.
+    """The tensor that one operator keeps for another (the workspace of a recurrent layer, the seed of attention),
+    produced by running it.
 
-    A backward operator reads pointers and sizes from it, or reads it on the host; what is made up would crash the process.
+    A backward operator reads pointers and sizes from it, or reads it on the host, so invented values could crash the
+    process.
     """
     producer = origin_of(program, value)
     if producer is None:
@@ -281,7 +285,7 @@ def _opaque(program: Program, value: int) -> torch.Tensor | None:
 def _returned(
     result: Any, positions: tuple[int, ...] | None, arguments: list[torch.Tensor]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(bytes of the storage, group) of each output, see ``OperatorCost``."""
+    """For each output: the bytes of its storage, and its group; see ``OperatorCost``."""
     outputs = [result] if positions is None else [result[position] for position in positions]
     groups = {memory_of(tensor): _ARGUMENT for tensor in arguments}
     sizes, numbers = [0] * len(outputs), [_ARGUMENT] * len(outputs)
@@ -294,9 +298,9 @@ def _returned(
 
 
 def _settle(program: Program, op: Op, record: OperatorCost, real: list[int]) -> int:
-    """The op's workspace, after raising ``real`` where the storages returned are larger than captured. An output that was
-    taken for a view but has bytes of its own is charged to the storage that it was to view, or to the workspace where that is
-    external."""
+    """Return the op's workspace, and raise ``real`` where a returned storage is larger than the captured one. If an
+    output was captured as a view but has its own bytes, they are charged to the storage of its base, or to the
+    workspace if that is external."""
     values, storages = program.graph.values, program.graph.storages
     returned: dict[int, dict[int, int]] = {}  # storage -> group -> bytes
     for value, nbytes, group in zip(op.outputs, record.output_bytes, record.output_groups, strict=True):
@@ -318,9 +322,10 @@ def _settle(program: Program, op: Op, record: OperatorCost, real: list[int]) -> 
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Inside, generator states, gradient mode, autocast and garbage collection are lowtide's; afterwards the caller's."""
+    """A context with gradients, autocast and garbage collection off. All of these and the generator states are
+    restored."""
     with (
-        collector_held(),  # what it frees in the middle of an operator would be missing from that operator's peak
+        collector_held(),  # memory freed during an operator would lower its measured peak
         generators.all_kept(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),

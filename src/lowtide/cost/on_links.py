@@ -1,4 +1,4 @@
-"""Collectives of a program on paper: which they are, how much they move among which ranks, and what they take inside."""
+"""The collectives of a program, from its operators: how many bytes they move among which ranks, and their workspace."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lowtide.program.distributed.collectives import Waited
 from lowtide.program.distributed.sharded import Gather, Reduce
 from lowtide.program.program import Call, Program
 
-_UNKNOWN_RANKS = 2  # of a group that is not known here: at the least
+_UNKNOWN_RANKS = 2  # least size of a group unknown in this process
 
 
 class Collective(NamedTuple):
-    """``bytes`` as of ``links.collective_ns``. ``members``: the ranks of its group, where that is known here."""
+    """``bytes``: as for ``links.collective_ns``. ``members``: the ranks of its group, empty if unknown in this
+    process."""
 
     kind: str
     bytes: int
@@ -28,7 +29,7 @@ class Collective(NamedTuple):
 
 
 def collectives_in(program: Program, op: int) -> tuple[Collective, ...]:
-    """What an op sends: nothing, but where it is a collective; the reduction of a unit of which there are replicas is two."""
+    """The collectives that an op runs: none for other operators, two for the reduction of a unit with replicas."""
     target, node = program.calls[op].target, program.graph.ops[op]
     if isinstance(target, (Gather, Reduce)):
         shards, *replicas = (tuple(torch.distributed.get_process_group_ranks(group)) for group in target.unit.groups)
@@ -48,10 +49,11 @@ def collectives_in(program: Program, op: int) -> tuple[Collective, ...]:
 
 
 def collective_workspace(program: Program, op: int) -> int | None:
-    """Bytes that a collective takes beside its operands and results; ``None`` of other operators.
+    """Bytes that a collective takes beside its operands and results; ``None`` for other operators.
 
-    The flat buffer that a unit's shards are gathered in, or its gradients reduced from (with this rank's part, where that is
-    then given another type); for a functional collective as much as it takes or gives, but nothing to reduce in place.
+    For a sharded unit: the flat buffer for gathering, or for reducing gradients (plus this rank's part, if that is then
+    converted). For a functional collective: its input or output size, whichever is larger, but nothing for an
+    all-reduce.
     """
     target, node = program.calls[op].target, program.graph.ops[op]
     if isinstance(target, Gather):
@@ -67,7 +69,7 @@ def collective_workspace(program: Program, op: int) -> int | None:
 
 
 def _moved_bytes(target: Gather | Reduce) -> int:
-    """Of the flat buffer: a gather moves the whole unit, whatever is read of it."""
+    """Bytes of the flat buffer. A gather moves the whole unit, even if only a part is read."""
     unit = target.unit
     if isinstance(target, Gather):
         return sum(unit.padded_elements(index) * form.dtype.itemsize for index, form in enumerate(unit.forms))
@@ -75,7 +77,7 @@ def _moved_bytes(target: Gather | Reduce) -> int:
 
 
 def _group(target: Waited, call: Call) -> tuple[int, tuple[int, ...]]:
-    """How many ranks the group has that a functional collective names, and which."""
+    """The size and the ranks of the group of a functional collective."""
     names = [argument.name for argument in target.operator._schema.arguments]
     given: dict[str, Any] = dict(zip(names, call.args, strict=False)) | call.kwargs
     try:

@@ -1,4 +1,4 @@
-"""In how much memory operators may be measured: inside of a step, in what its budget leaves."""
+"""The memory in which operators may be measured: inside a step, what its budget leaves."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lowtide.program.layouts import contiguous_strides
 from lowtide.program.overwrites import overwritten_argument
 from lowtide.program.program import Program, Ref
 
-# Operators whose kernels on the CPU make their result twice: in whatever layout, or where what they read is not contiguous.
+# Operators whose CPU kernels make their result twice: for every layout, or only for inputs that are not contiguous.
 _MADE_TWICE, _COPIED = ("batch_norm_backward", "upsample"), ("layer_norm", "group_norm", "softmax")
 _ROOM = ContextVar[Callable[[Program], int] | None]("room", default=None)
 
 
 @contextlib.contextmanager
 def measured_within(room_bytes: Callable[[Program], int]) -> Iterator[None]:
-    """Inside, operators of a program run to be measured where their arguments and results take no more than ``room_bytes``
-    of it; what others take is estimated."""
+    """A context in which an operator is only measured if its arguments and results fit in ``room_bytes(program)``. The
+    costs of others are estimated."""
     before = _ROOM.set(room_bytes)
     try:
         yield
@@ -29,13 +29,13 @@ def measured_within(room_bytes: Callable[[Program], int]) -> Iterator[None]:
 
 
 def room_for(program: Program) -> int | None:
-    """The bytes in which operators of ``program`` may run now to be measured; ``None`` where there is no limit."""
+    """The bytes in which operators of ``program`` may be measured now; ``None`` if there is no limit."""
     room_bytes = _ROOM.get()
     return None if room_bytes is None else room_bytes(program)
 
 
 def measured_in_bytes(program: Program, op: int) -> int:
-    """What exists while an operator runs to be measured, but for its workspace."""
+    """The bytes that exist while an operator is measured, without its workspace."""
     call, inputs = program.calls[op], program.graph.ops[op].inputs
     position = overwritten_argument(call.target)
     copied = [call.args[position]] if position is not None else []
@@ -48,7 +48,7 @@ def measured_in_bytes(program: Program, op: int) -> int:
 
 
 def unmeasured_workspace(program: Program, op: int) -> int:
-    """What an operator that there is no room to measure is taken to need inside: rather too much, as nobody will see."""
+    """The estimated workspace of an operator that there is no room to measure; rather too large."""
     name, metas = target_name(program.calls[op].target), program.metas
     read = [metas[value] for value in program.graph.ops[op].inputs]
     twice = (

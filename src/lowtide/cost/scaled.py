@@ -1,7 +1,8 @@
-"""Costs of a program at new sizes, from those of the same operators at sizes that were measured.
+"""Costs of a program at new sizes, from measured costs of the same operators at other sizes.
 
-Bytes are measured: every distinct operator runs once. Times would take many times as long: an operator's lies on the line
-through its times at two measured sizes, over that of the roofline model (``analytical``), or in proportion to that of one.
+Bytes are measured: every distinct operator runs once. Measuring times would take many times as long, so they are
+interpolated: on the line through an operator's times at two measured sizes, as a function of the roofline model's time
+(``analytical``), or in proportion to that time if only one size is known.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Measured(NamedTuple):
-    """A program of the family whose costs were measured, and how long its operators take by the roofline model."""
+    """A program of the family with measured costs, and the times of its operators by the roofline model."""
 
     costs: Costs
     modelled_ns: Numbers
@@ -33,7 +34,7 @@ class Measured(NamedTuple):
 
 
 def scaled_costs(program: Program, known: Sequence[Measured]) -> Costs:
-    """Costs of ``program``, whose operators are those of the ``known`` at other sizes."""
+    """Costs of ``program``, from those of the ``known`` programs with the same operators at other sizes."""
     modelled_ns = analytical_costs(program).time_ns
     near = sorted(known, key=lambda one: abs(int(one.modelled_ns.sum()) - int(modelled_ns.sum())))
     one, other = near[0], near[1] if len(near) > 1 else near[0]
@@ -41,8 +42,8 @@ def scaled_costs(program: Program, known: Sequence[Measured]) -> Costs:
 
 
 def _on_line(modelled_ns: Numbers, one: Measured, other: Measured) -> Numbers:
-    """Times where the lines through two measured sizes are at ``modelled_ns``; in proportion to the nearer one, where both had
-    the same to do, or times fall as that grows."""
+    """Times at ``modelled_ns`` on the lines through two measured sizes. In proportion to the nearer size if modelled
+    times are equal, or if times fall as they grow."""
     share = modelled_ns / np.maximum(one.modelled_ns, 1)
     proportional = one.costs.time_ns * share
     run, rise = other.modelled_ns - one.modelled_ns, other.costs.time_ns - one.costs.time_ns

@@ -1,13 +1,13 @@
-"""What makes two operator calls cost the same: the target, the layouts of its tensors, and its other arguments.
+"""A key for operator calls that cost the same: the target, the layouts of its tensors, and its other arguments.
 
-Grammar of the key, a string that is stable across processes::
+Grammar of the key, a string that is the same in all processes::
 
     key       ::= target "(" argument* ")" "->" positions tensor* "|" settings
     argument  ::= tensor | number | text | "[" argument* "]"
-    number    ::= as Python writes it; "float" where it is neither whole nor a half: kernels have no path of their own for it
+    number    ::= as Python writes it; "float" if it is neither whole nor a half: kernels have no special case for it
     tensor    ::= "%" n dtype shape stride offset device     n counts distinct tensors; storage offset modulo 64 bytes
-                  ["of" bytes "at" offset]                   where the whole storage is copied
-    settings  ::= threads, determinism, matmul precision     whatever else chooses a kernel
+                  ["of" bytes "at" offset]                   if the whole storage is copied
+    settings  ::= threads, determinism, matmul precision     and other settings that choose kernels
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lowtide.program.precision import matmul_precision, tf32
 from lowtide.program.program import Program, Ref, TensorMeta
 
 ALIGNMENT_BYTES = 64
-_OBJECT = "<object "  # of this process
-_GENERATOR_STATES = ("philox_seed", "philox_offset", "rng_state")  # as schemas name results
+_OBJECT = "<object "  # an object of this process
+_GENERATOR_STATES = ("philox_seed", "philox_offset", "rng_state")  # names of results in schemas
 
 
 def signature(program: Program, op: int) -> str:
@@ -36,7 +36,7 @@ def signature(program: Program, op: int) -> str:
 
 
 def is_lasting(key: str) -> bool:
-    """Whether a key means the same in another process; else it must not be kept in a file."""
+    """Whether a key means the same in other processes, so that it may be written to a file."""
     return _OBJECT not in key
 
 
@@ -47,8 +47,8 @@ def target_name(target: Callable[..., Any]) -> str:
 
 
 def origin_of(program: Program, value: int) -> int | None:
-    """The operator that made a value which only itself could have made: plain bytes that it keeps for its backward, or where it
-    began to draw random numbers, which lies on the host where its other results need not."""
+    """The operator that alone can make a value, else ``None``: for bytes that it keeps for its backward pass, and for
+    the generator state from which it drew random numbers (on the host, though other results may not be)."""
     producer = program.graph.values[value].producer
     if producer is None:
         return None
@@ -61,7 +61,7 @@ def origin_of(program: Program, value: int) -> int | None:
 
 
 def settings() -> str:
-    """The process-wide switches that choose kernels."""
+    """The process-wide settings that choose kernels."""
     backends = torch.backends
     switches = (
         torch.get_num_threads(),
@@ -101,7 +101,7 @@ class _Describer:
         return f"{_OBJECT}{type(argument).__name__} {id(argument)}>"
 
     def _origin(self, value: int) -> str:
-        """The operator that alone could have made a value: what it holds depends on it."""
+        """The operator that alone can make this value, since its content depends on it."""
         producer = origin_of(self.program, value)
         return "" if producer is None else f"<-{target_name(self.program.calls[producer].target)}"
 

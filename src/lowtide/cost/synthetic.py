@@ -1,4 +1,5 @@
-"""Tensors to time operators on: any layout, values that are valid as indices, probabilities' signs and masks."""
+"""Synthetic tensors to time operators on: any layout, with values that are valid as indices, probabilities, signs and
+masks."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ _PATTERN_ELEMENTS = 1 << 16
 
 
 def synthetic_tensor(meta: TensorMeta, *, whole: bool = False, drawn: bool = True) -> torch.Tensor:
-    """A tensor of this layout: integers 0, booleans true (what a mask selects takes the most memory then), floating values
-    normal (a short pattern, repeated), or ones where values do not matter and need not be ``drawn``. The storage is only as
-    large as the layout reaches, its offset only the original's alignment; ``whole``: both are the original's."""
+    """A tensor with this layout.
+
+    Integers are 0, booleans true (masks then select most), and floating values normal (a short repeated pattern), or
+    ones if not ``drawn``, when values do not matter. The storage is only as large as the layout needs, with the
+    original offset's alignment; with ``whole``, size and offset are the original's.
+    """
     if meta.entries is not None:
         return _sparse(meta, *meta.entries)
     itemsize, offset = meta.dtype.itemsize, meta.storage_offset
@@ -34,7 +38,7 @@ def synthetic_tensor(meta: TensorMeta, *, whole: bool = False, drawn: bool = Tru
 
 
 def _sparse(meta: TensorMeta, entries: int, coalesced: bool) -> torch.Tensor:
-    """With so many entries, evenly spread."""
+    """A sparse tensor with so many entries, evenly spread."""
     elements = math.prod(meta.shape)
     places = torch.arange(entries, device=meta.device) * max(elements // max(entries, 1), 1)
     indices = torch.stack(torch.unravel_index(places % max(elements, 1), meta.shape))
@@ -44,7 +48,7 @@ def _sparse(meta: TensorMeta, entries: int, coalesced: bool) -> torch.Tensor:
 
 @functools.cache
 def _pattern(dtype: torch.dtype) -> torch.Tensor:
-    """In memory that is not the allocator's: it stays, and is no part of the pass that is being planned."""
+    """Random values, in memory outside the allocator: it stays allocated and is not part of the pass being planned."""
     drawn = np.random.default_rng(0).standard_normal((_PATTERN_ELEMENTS, 2))
     pattern = torch.frombuffer(bytearray(_PATTERN_ELEMENTS * dtype.itemsize), dtype=dtype)
     return pattern.copy_(torch.from_numpy(drawn.view(complex)[:, 0] if dtype.is_complex else drawn[:, 0]))
@@ -64,7 +68,7 @@ def _fill(flat: torch.Tensor, drawn: bool) -> None:
 
 
 def make_valid(operator: str, args: Sequence[Any]) -> None:
-    """Change those of an operator's synthetic arguments that it does not take as they are."""
+    """Change those synthetic arguments that the operator would not accept."""
     positions, change = _VALID.get(operator, ((), None))
     given = [args[position] for position in positions]
     if change is not None and isinstance(given[0], torch.Tensor):
@@ -74,14 +78,15 @@ def make_valid(operator: str, args: Sequence[Any]) -> None:
 
 
 def _share_out(targets: torch.Tensor, lengths: torch.Tensor) -> None:
-    """The lengths of targets that lie one behind the other come to all of these."""
+    """Make the lengths of concatenated targets add up to their total."""
     if targets.dim() == 1 and len(lengths) > 0:
         lengths.fill_(len(targets) // len(lengths))
         lengths[:1] += len(targets) % len(lengths)
 
 
 def _share_rows(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> None:
-    """All groups of a grouped product get as many rows (or columns, or terms), in multiples of 16 where there are as many."""
+    """Give all groups of a grouped product equal parts of rows (or columns, or terms), in multiples of 16 if large
+    enough."""
     if ends is not None and len(ends) > 0:
         total = left.shape[-1] if left.dim() == right.dim() else left.shape[0] if left.dim() == 2 else right.shape[-1]
         each = total // len(ends)
@@ -90,7 +95,7 @@ def _share_rows(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | No
 
 
 def _select_as_many(indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> None:
-    """A single mask selects as many as there are values."""
+    """Make a single mask select as many elements as there are values."""
     before = next((place for place, one in enumerate(indices) if one is not None), len(indices))
     mask = indices[before] if len(indices) == before + 1 else None
     if mask is not None and mask.dtype == torch.bool and values.dim() > before and values.shape[before] > 1:
@@ -98,8 +103,8 @@ def _select_as_many(indices: Sequence[torch.Tensor | None], values: torch.Tensor
 
 
 _PUTTING = ("aten.index_put.default", "aten.index_put_.default")
-# Arguments, by position, that must be other than synthetic tensors are: pivots and bags count from one, rates and deviations
-# are positive, probabilities lie between 0 and 1, what is factored is positive definite.
+# Arguments, by position, that need other values: pivots and bags count from one, rates and deviations are positive,
+# probabilities lie between 0 and 1, factored matrices are positive definite.
 _VALID: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "aten.linalg_lu_solve.default": ((1,), lambda pivots: pivots.fill_(1)),
     "aten.lu_unpack.default": ((1,), lambda pivots: pivots.fill_(1)),

@@ -1,14 +1,14 @@
 """Time and allocator peak of a call, repeated under the conditions of a training step.
 
-In a step an operator's result is allocated anew and its arguments have left the caches; in a loop, memory-bound operators take
-half to a fifth of that. So on the CPU each repetition drops the last result and sweeps a buffer as large as the last-level
-cache: 1.0 of the time in place for every frequent operator of GPT-2 (2 layers, width 256), against 0.3 to 0.8 without.
-An accelerator's cache is swept, too, where it tells how large that is.
+In a step, an operator's result is newly allocated and its arguments have left the caches. In a plain loop, memory-bound
+operators take only a half to a fifth of the time. So on the CPU each repetition drops the last result and sweeps a
+buffer as large as the last-level cache. This gives 1.0 of the time in a step for every frequent operator of GPT-2 (2
+layers, width 256), against 0.3 to 0.8 without. An accelerator's cache is swept too, if its size is known.
 
-Not included is what the system takes to hand out zeroed pages, which happens when the process grows. The lower quartile is
-reported: other programs on the machine only ever add time, on a busy one to more than half of the repetitions. Once the lower
-half lies close together, more repetitions would not change it; two microseconds, beside a sweep of half a millisecond, are
-close.
+The time of the system to provide zeroed pages, when the process grows, is not included. The lower quartile is reported,
+because other programs only ever add time, on a busy machine to more than half of the repetitions. When the lower half
+lies close together, more repetitions would not change it. Two microseconds count as close, given a sweep of half a
+millisecond.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from lowtide.memory.meter import allocation_peak
 _CACHE_SIZES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE_BYTES, _LARGEST_SWEEP_BYTES = 32 << 20, 64 << 20
 _FEWEST, _MOST = 5, 25
-_FEWEST_LONG, _LONG_NS = 2, 400_000_000  # repetitions, which are enough where they have taken so long
-_FEWEST_STEADY = 9  # repetitions, from which the lower half may end them
-_STEADY, _STEADY_NS = 0.05, 2_000  # distance of the median from the least, over the least or at all
+_FEWEST_LONG, _LONG_NS = 2, 400_000_000  # fewest repetitions if they take this long in total
+_FEWEST_STEADY = 9  # repetitions before steady times may end the series
+_STEADY, _STEADY_NS = 0.05, 2_000  # median minus least: relative to the least, or in ns
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """``time_ns`` is the lower quartile, ``spread_ns`` the distance from the least to the median, between which it lies;
-    ``peak_bytes`` the most allocated by one repetition, without what only one of them saw: that was another thread's."""
+    """``time_ns``: the lower quartile. ``spread_ns``: the median minus the least time. ``peak_bytes``: the most
+    allocated by one repetition, without a peak that only one repetition saw, which came from another thread."""
 
     time_ns: int
     spread_ns: int
@@ -50,11 +50,10 @@ class Timing:
 def time_call(
     call: Callable[[], Any], device: torch.device, budget_ns: int, before: Callable[[], Any] = lambda: None
 ) -> Timing:
-    """Repeat ``call`` for about ``budget_ns`` (at least five times; twice where it takes long), or until the times are steady;
-    its results are dropped. The caller warms up.
+    """Repeat ``call`` for about ``budget_ns`` (at least five times, or twice if it takes long), or until times are
+    steady. The caller warms up; results are dropped.
 
-    ``before`` each repetition, not timed. Each repetition's peak is above its own start: what earlier ones left behind, or what
-    goes meanwhile, is not in it.
+    ``before`` runs before each repetition, untimed. Each peak is relative to the start of its repetition.
     """
     found = interface_of(device)
     repeat = functools.partial(_on_accelerator, found) if isinstance(found, Accelerator) else _on_cpu
@@ -73,7 +72,7 @@ def time_call(
 
 
 def peak_of(call: Callable[[], Any], device: torch.device) -> int:
-    """The most that one run of ``call`` allocates."""
+    """The most bytes that one run of ``call`` allocates."""
     found = interface_of(device)
     return _on_accelerator(found, call)[1] if isinstance(found, Accelerator) else allocation_peak(call)[0]
 
@@ -88,7 +87,7 @@ def _spread(times: list[int]) -> int:
 
 
 def _on_cpu(call: Callable[[], Any]) -> tuple[int, int]:
-    """Time and peak of one repetition."""
+    """Time in ns and peak in bytes of one repetition."""
     times: list[int] = []
 
     def once() -> None:
@@ -102,7 +101,7 @@ def _on_cpu(call: Callable[[], Any]) -> tuple[int, int]:
 
 
 def _on_accelerator(accelerator: Accelerator, call: Callable[[], Any]) -> tuple[int, int]:
-    """The same on the device's own clock, so that launch latency hidden behind other work is not counted."""
+    """The same on the device's own clock, which excludes launch latency hidden behind other work."""
     accelerator.sweep()
     with PeakWindow(accelerator_meter(accelerator)) as window:
         return accelerator.timed_ns(call), window.peak_bytes
@@ -110,7 +109,7 @@ def _on_accelerator(accelerator: Accelerator, call: Callable[[], Any]) -> tuple[
 
 @functools.cache
 def _sweep_buffer() -> npt.NDArray[np.int64]:
-    """As large as the last-level cache."""
+    """A buffer as large as the last-level cache."""
     sizes = [_USUAL_CACHE_BYTES]
     for path in _CACHE_SIZES.glob("index3/size"):
         text = path.read_text(encoding="ascii").strip()

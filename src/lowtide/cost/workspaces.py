@@ -1,4 +1,5 @@
-"""What a pass needs beside its operators: workspaces of theirs, and transfers of an optimizer's states."""
+"""Memory and time of a pass beside its operators: generator states, room between the passes, transfers of optimizer
+states."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from lowtide.ir import Costs
 from lowtide.ir.graph import FETCH_STATE_TARGET, STATE_TARGETS, TANGENT_TARGET
 from lowtide.program import Program
 
-_RNG_STATE_BYTES = 5056  # what torch allocates for a moment to read a CPU generator's state
+_RNG_STATE_BYTES = 5056  # allocated briefly by torch to read a CPU generator's state
 
 
 def with_generator_states(program: Program, costs: Costs) -> Costs:
-    """Reading a CPU generator's state takes memory for a moment, before the random operator takes its own."""
+    """Add the memory needed briefly to read a CPU generator's state, before a random operator allocates its own."""
     workspace = np.array(costs.workspace_bytes)
     for op in program.graph.ops:
         if op.random:
@@ -24,7 +25,8 @@ def with_generator_states(program: Program, costs: Costs) -> Costs:
 
 
 def with_room_between(program: Program, costs: Costs, nbytes: int) -> Costs:
-    """``nbytes`` more while the first gradient arrives: what must be free when the forward pass has ended."""
+    """Add ``nbytes`` to the op of the first arriving gradient, so that this much is free at the end of the forward
+    pass."""
     arrival = next((op.id for op in program.graph.ops if op.target == TANGENT_TARGET), None)
     if nbytes <= 0 or arrival is None:
         return costs
@@ -34,7 +36,8 @@ def with_room_between(program: Program, costs: Costs, nbytes: int) -> Costs:
 
 
 def with_state_transfers(program: Program, costs: Costs) -> Costs:
-    """How long the states of an optimizer take from the second memory that ``costs`` have, and these and gradients there."""
+    """Set the times for fetching and storing optimizer states, and for storing gradients, from the second memory of
+    ``costs``."""
     graph, memory = program.graph, costs.second_memory
     moving = [op for op in graph.ops if op.target in STATE_TARGETS]
     if memory is None or not moving:
