@@ -1,4 +1,4 @@
-"""The memory of a whole training step on a device that need not be there."""
+"""The memory of a whole training step on a device, which need not be present."""
 
 from lowtide.whole_step.answer import Fit
 from lowtide.whole_step.fit import fits

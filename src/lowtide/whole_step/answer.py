@@ -1,4 +1,4 @@
-"""Whether a training step fits a device, what it takes there, and what would make it fit: the answer of ``fits``."""
+"""The answer of ``fits``: whether a training step fits a device, what takes its memory, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from lowtide.whole_step.stage import Stage
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit(Shown):
-    """Whether a training step fits ``capacity_bytes``, of which ``reserve_bytes`` are left alone, and what it takes; all bytes.
+    """Whether a training step fits ``capacity_bytes``, of which ``reserve_bytes`` stay free, and what it takes. All
+    amounts in bytes.
 
-    ``pass_bytes``: the peak of a forward and backward pass that recomputes nothing, its ``gradient_bytes`` among them.
-    ``plan``: a plan for the room that the rest leaves; ``None`` where none was found, and then ``least_bytes`` is the smallest
-    peak of a pass that is known. ``largest``: the largest tensors at the peak without a plan. ``samples``: the first size of
-    the first input. ``mesh``: what the model is spread over; then all bytes are one rank's, and ``passes`` are its passes by
-    how they run. ``inside``: parameters are updated inside of the backward pass, since it does not fit otherwise;
-    ``moved_bytes`` of the optimizer's state lie in the host's memory between updates. ``stage``: that of a pipeline which the
-    model is; then passes are of a micro-batch, and their bytes of all in flight. Times are modelled, not measured.
+    ``pass_bytes``: the peak of a forward and backward pass without recomputation, including ``gradient_bytes``.
+    ``plan``: a plan for the remaining memory; ``None`` if none was found, and then ``least_bytes`` is the smallest
+    known peak of a pass. ``largest``: the largest tensors at the peak without a plan. ``samples``: the first size of
+    the first input. ``mesh``: the mesh that the model is spread over; then all bytes are those of one rank, and
+    ``passes`` are its passes by how they run. ``inside``: parameters are updated inside the backward pass, because the
+    step does not fit otherwise; ``moved_bytes`` of the optimizer's state lie in the host's memory between updates.
+    ``stage``: the pipeline stage that the model is; then passes are those of a micro-batch, and their bytes those of
+    all in flight. Times are modelled, not measured.
     """
 
     model: str
@@ -56,19 +58,19 @@ class Fit(Shown):
 
     @property
     def resident_bytes(self) -> int:
-        """What is there outside of the pass."""
+        """Bytes that exist outside the pass."""
         states = self.optimizer_bytes - self.moved_bytes
         kept = 0 if self.stage is None else self.stage.kept_bytes
         return self.parameter_bytes + self.buffer_bytes + self.input_bytes + kept + states
 
     @property
     def room_bytes(self) -> int:
-        """What is left for the pass."""
+        """Bytes left for the pass."""
         return self.capacity_bytes - self.reserve_bytes - self.resident_bytes
 
     @property
     def without_bytes(self) -> int:
-        """Of the whole step without lowtide, beside what is reserved."""
+        """Bytes of the whole step without lowtide, without the reserve."""
         return self.resident_bytes + self.moved_bytes + self.pass_bytes
 
     @property
@@ -78,22 +80,22 @@ class Fit(Shown):
 
     @property
     def tightest(self) -> Fit:
-        """Itself; of a pipeline, the stage that fits least."""
+        """Itself; for a pipeline, the stage that fits least."""
         return self
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the pass under the plan, with all that is in flight; ``None`` where there is no plan."""
+        """Peak of the pass with the plan, including all in flight; ``None`` without a plan."""
         return None if self.plan is None else self.plan.peak_bytes + self.plan.waiting_bytes
 
     @property
     def overhead(self) -> float | None:
-        """Extra time of a step under the plan, as a fraction; ``None`` where there is none."""
+        """Extra time of a step with the plan, as a fraction; ``None`` without a plan."""
         return None if self.plan is None else self.plan.overhead
 
     @property
     def missing_bytes(self) -> int:
-        """How much more memory the smallest step that is known takes; 0 where it fits."""
+        """Additional bytes that the smallest known step needs; 0 if it fits."""
         return 0 if self.plan is not None else max(self.least_bytes - self.room_bytes, 1)
 
     @property
@@ -135,7 +137,7 @@ class Fit(Shown):
             yield f"a smaller reserve than {format_bytes(self.reserve_bytes)}, where the device has nothing else to hold"
 
     def to_json(self) -> dict[str, Any]:
-        """Its numbers and words as plain data."""
+        """The answer as plain data."""
         apart = ("plan", "largest", "passes", "stage")
         numbers = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in apart}
         return {
@@ -195,5 +197,5 @@ class Fit(Shown):
 
 
 def _more_time(overhead: float) -> str:
-    """Less, where collectives are hidden that a pass without a plan waits for."""
+    """The overhead as text. It is negative if a plan hides collectives that the pass without a plan waits for."""
     return f"{format_percent(abs(overhead))} {'less' if overhead < 0 else 'more'} time"

@@ -1,8 +1,8 @@
-"""Attention of a model without memory as a GPU would compute it.
+"""Attention of a model without memory, as a GPU computes it.
 
-On the meta device ``scaled_dot_product_attention`` knows no kernels and spells out the scores of all pairs of tokens. A GPU
-takes a fused kernel that never holds them: flash attention for half precision without a mask, the memory-efficient kernel
-otherwise, as far as sizes of heads let them (PyTorch's ``sdp_utils.cpp``).
+On the meta device, ``scaled_dot_product_attention`` has no fused kernels and computes the scores of all pairs of
+tokens. A GPU uses a fused kernel that never stores them: flash attention for half precision without a mask, otherwise
+the memory-efficient kernel, if the head sizes allow it (PyTorch's ``sdp_utils.cpp``).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 _HALF = (torch.float16, torch.bfloat16)
-_LARGEST_HEAD = 256  # of flash attention
-_ALIGNED = 8  # elements that heads are a multiple of, and biases of the memory-efficient kernel
+_LARGEST_HEAD = 256  # largest head size of flash attention
+_ALIGNED = 8  # head sizes must be a multiple of this, in elements
 
 
 class FusedAttention(TorchFunctionMode):
-    """Inside, attention of tensors on the meta device is a fused kernel where a GPU has one."""
+    """A context in which attention of meta tensors is a fused kernel if a GPU has one."""
 
     def __torch_function__(
         self,
@@ -63,7 +63,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as numbers that are added, for all heads."""
+    """The mask as numbers to add, expanded to all heads."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
     return mask.expand(*query.shape[:2], query.shape[2], key.shape[2])

@@ -44,8 +44,8 @@ from lowtide.whole_step.ranked import RankedPass, checkpointed
 from lowtide.whole_step.stage import Stage, stage_of
 
 _NAMED = re.compile(r"(?P<name>.+?)[-_ ]?(?P<gigabytes>\d+(\.\d+)?)\s*gb", re.IGNORECASE)
-_LARGEST = 3  # tensors that are named
-_RESERVE = 10**9  # of a named device: what its driver, its libraries and its display take
+_LARGEST = 3  # number of tensors listed
+_RESERVE = 10**9  # bytes of a named device for its driver, libraries and display
 
 
 def fits(
@@ -66,24 +66,24 @@ def fits(
     micro_batches: int | None = None,
     on_progress: Progress | None = None,
 ) -> Fit:
-    """Whether ``model(*args, **kwargs)`` trains on a device, and what takes its memory. Nothing is allocated there, or run: the
-    model and its inputs may be on the ``meta`` device.
+    """Whether ``model(*args, **kwargs)`` trains on a device, and what takes its memory. Nothing is allocated there, or
+    run: the model and its inputs may be on the ``meta`` device.
 
-    ``device``: its memory, in bytes or with a unit (``"24GiB"``), or its name with the gigabytes that it is sold with, such as
-    ``"A100-80GB"`` (names: ``lowtide.cost.devices``), which says how quick it is, too. ``optimizer``: one of the model's
-    parameters, a sequence of several, a class, or the name of a class of ``torch.optim``; its state is that of a step on
-    tensors without memory. ``reserve``: what is to be left alone, by default 1 GB of a named device, for its driver and
-    libraries. With ``offload="cpu"`` the plan may move tensors to the host's memory by the link that the named device has, at
-    most ``offload_budget`` of them at one time.
+    ``device``: its memory, in bytes or with a unit (``"24GiB"``), or its name with the advertised gigabytes, such as
+    ``"A100-80GB"`` (names: ``lowtide.cost.devices``). A name also determines how fast it is. ``optimizer``: an
+    optimizer of the model's parameters, a sequence of them, a class, or the name of a class of ``torch.optim``. Its
+    state is taken from a step on tensors without memory. ``reserve``: memory to leave free; default for a named device:
+    1 GB for its driver and libraries. With ``offload="cpu"`` the plan may move tensors to the host's memory over the
+    named device's link, at most ``offload_budget`` at one time.
 
-    ``mesh``: sizes by dimension, such as ``"dp=8,tp=4"``, of a cluster of such devices that is not there: the answer is of one
-    of its ranks (``lowtide.whole_step.mesh``; the arguments are those of a rank), over which a copy of the model is spread.
-    ``link``: the link between ranks, or one for each dimension (``"tp=nvlink,dp=infiniband-ndr"``), of ``lowtide.cost.links``.
-    Of a mesh with ``pp=`` the model is the ``stage`` of this number, from 0 on, of a pipeline that runs so many
-    ``micro_batches`` by 1F1B; the arguments are those of one of them.
+    ``mesh``: sizes by dimension, such as ``"dp=8,tp=4"``, of a cluster of such devices, which need not exist. A copy of
+    the model is spread over it (``lowtide.whole_step.mesh``), and the answer is for one of its ranks; the arguments are
+    those of a rank. ``link``: the link between ranks, or one for each dimension (``"tp=nvlink,dp=infiniband-ndr"``),
+    from ``lowtide.cost.links``. For a mesh with ``pp=``, the model is the ``stage`` with this number, counted from 0,
+    of a pipeline that runs ``micro_batches`` by 1F1B; the arguments are those of one micro-batch.
 
-    The answer counts bytes as an allocator hands them out. Operators' scratch is modelled, not measured, and so is time.
-    Raises ``PlanError`` for a device, an optimizer or an amount that makes no sense, and what capturing the model raises.
+    Bytes are counted as an allocator hands them out. Operators' workspaces and times are modelled, not measured. Raises
+    ``PlanError`` for an invalid device, optimizer or amount, and the errors of capturing the model.
     """
     require_module(model, "fits")
     name, capacity = _device(device)
@@ -121,12 +121,12 @@ def fits(
 
 
 def _counterparts(whole: nn.Module, spread: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """By the parameters of a model, those of the same model that is spread."""
+    """Maps the parameters of a model to those of its spread copy."""
     return {parameter: spread.get_parameter(name) for name, parameter in whole.named_parameters()}
 
 
 def _of_stage(fit: Fit, stage: Stage, member: Member, args: Sequence[Any], link: Link) -> Fit:
-    """What a step of a pipeline's stage takes without a plan."""
+    """``fit`` for a pipeline stage without a plan."""
     came = held_bytes(one for one in args if isinstance(one, torch.Tensor) and one.requires_grad)
     stage = stage.holding(member, fit.input_bytes, came, link)
     whole = stage.peak_bytes(member, keep_all_schedule(member.program.graph))
@@ -134,7 +134,7 @@ def _of_stage(fit: Fit, stage: Stage, member: Member, args: Sequence[Any], link:
 
 
 def _passes(fit: Fit, model: nn.Module, member: Member) -> tuple[tuple[str, RankedPass], ...]:
-    """Those of a rank by how they run."""
+    """The passes of a rank: without a plan, with checkpointing, and with the plan."""
     graph, costs = member.program.graph, member.costs
     names = {id(module): path for path, module in model.named_modules()}
     every = checkpointed(graph, costs, [names[id(block)] for block in blocks_of(model)])
@@ -157,7 +157,7 @@ def _without_plan(
     optimizer: Optimizer,
     between: LinkOf | None,
 ) -> tuple[Fit, Program, Costs]:
-    """What a step takes on a device of unlimited memory, and the pass that it makes."""
+    """The memory of a step on a device without a memory limit, with its program and costs."""
     optimizer_name, optimizer_bytes = optimizer_state_bytes(optimizer, model)
     with torch.enable_grad(), contextlib.nullcontext() if name == "auto" else FusedAttention():
         program = with_own_tangents(capture(model, args, kwargs).program)
@@ -195,8 +195,8 @@ def _inside(
     name: str,
     planned: Callable[[Fit, Program, Costs], Fit],
 ) -> Fit:
-    """The step with updates inside of its backward pass, and with states in the host's memory, if there is that: the first way
-    that fits, or the one that lacks least."""
+    """``fit`` with updates inside the backward pass, or also with states in the host's memory if possible. Returns the
+    first that fits, else the one that lacks least."""
     tried = [fit]
     for moving in (False, True) if costs.second_memory is not None else (False,):
         changed, moved = updated_inside(program, model, optimizer, moving=moving)
@@ -224,7 +224,7 @@ def _planned(fit: Fit, program: Program, costs: Costs, planner: str, seed: int, 
 
 
 def _host(offload: str, budget: int | str | None, name: str, costs: Costs) -> SecondMemory:
-    """The host's memory as the device in the table sees it. Raises ``PlanError``."""
+    """The host's memory as seen by a device of the table. Raises ``PlanError``."""
     check_second_memory(offload)
     device = get_device(name)
     if offload != "cpu":
@@ -242,7 +242,7 @@ def _host(offload: str, budget: int | str | None, name: str, costs: Costs) -> Se
 
 
 def _device(device: int | str) -> tuple[str, int]:
-    """Its name in the table of devices, ``"auto"`` where it has none, and its bytes."""
+    """The device's name in the table, ``"auto"`` if it has none, and its bytes."""
     found = _NAMED.fullmatch(device.strip()) if isinstance(device, str) else None
     names = ", ".join(f"{name}-..GB" for name in DEVICES if name != "cpu")
     if found is not None and not found["name"].strip().replace(".", "").isdigit():

@@ -1,4 +1,4 @@
-"""Programs on paper in which an optimizer updates parameters inside of the backward pass."""
+"""Modelled programs in which an optimizer updates parameters inside the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.runtime.updates.optimizer_step import plain_step
 
 
 class _OnPaper:
-    """An operator that nothing runs."""
+    """An operator that never runs."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -25,9 +25,9 @@ class _OnPaper:
 
 
 def updated_inside(program: Program, model: nn.Module, optimizer: Optimizer, *, moving: bool) -> tuple[Program, int]:
-    """``program`` with an update of each parameter of ``model``, as ``rematerialize(optimizer=)`` makes them, and the bytes of
-    states that lie elsewhere between these: none, unless they are ``moving``. The program as it is for optimizers whose updates
-    need all gradients."""
+    """``program`` with an update of each parameter of ``model``, as ``rematerialize(optimizer=)`` makes them. Also
+    returns the bytes of states that lie elsewhere between updates, 0 unless ``moving``. Optimizers whose updates need
+    all gradients are left out."""
     steps: dict[int, _OnPaper] = {}
     moves: dict[int, StateMoves] = {}
     for one in each_of(optimizer):
@@ -45,6 +45,6 @@ def updated_inside(program: Program, model: nn.Module, optimizer: Optimizer, *, 
 
 
 def _trained(optimizer: One, model: nn.Module) -> dict[int, Tensor]:
-    """Parameters of ``model`` that it trains, by position."""
+    """The parameters of ``model`` that the optimizer trains, by position."""
     known = set(map(id, parameters_of(optimizer, model)))
     return {at: one for at, one in enumerate(model.parameters()) if one.requires_grad and id(one) in known}

@@ -1,8 +1,8 @@
-"""A mesh of devices that is not there: a process group that communicates with nobody, and a model spread over it.
+"""A mesh of devices that need not exist: a process group that does not communicate, and a model spread over it.
 
-Its dimensions are ``pp``, of which a model is one stage, ``replicate`` and ``dp``, over which FSDP2 replicates and shards
-(every block of a list of modules, then the rest), and ``tp``, over which layers are parallel by columns and rows. A model
-that is spread already is taken as it is.
+Its dimensions are ``pp``, of which the model is one stage; ``replicate`` and ``dp``, over which FSDP2 replicates and
+shards (every block of a list of modules, then the rest); and ``tp``, over which layers are parallel by columns and
+rows. A model that is already distributed is used as it is.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lowtide.errors import CostError, PlanError
 from lowtide.program.distributed.local import is_distributed
 from lowtide.program.distributed.sharded import is_sharded
 
-_DIMENSIONS = ("pp", "replicate", "dp", "tp")  # from the outermost one
+_DIMENSIONS = ("pp", "replicate", "dp", "tp")  # outermost first
 _MOST_RANKS = 1 << 20
-_MADE: list[Any] = []  # the mesh inside of ``pretended``
+_MADE: list[Any] = []  # the mesh of the open ``pretended`` context
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """``"dp=8,tp=4"`` as sizes by dimension, outermost first. Raises ``PlanError``."""
+    """Parse ``"dp=8,tp=4"`` into sizes by dimension, outermost first. Raises ``PlanError``."""
     found: dict[str, int] = {}
     for part in text.split(",") if isinstance(text, str) else [""]:
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
@@ -51,8 +51,9 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_links(text: str | None, sizes: Mapping[str, int], device: str) -> dict[str, Link]:
-    """``"nvlink"``, or ``"tp=nvlink,dp=infiniband-ndr"``: the link of each dimension, by default the device's own. A name may
-    be that of a family, of which the device's own is taken, or else the first of the table. Raises ``PlanError``."""
+    """Parse ``"nvlink"`` or ``"tp=nvlink,dp=infiniband-ndr"`` into the link of each dimension; default: the device's
+    own. The name of a family means the device's own link if it belongs to it, else the first in the table. Raises
+    ``PlanError``."""
     if not isinstance(text, str | None):
         raise PlanError(
             f'link {text!r} is not understood: give a name, or one for each dimension, "tp=nvlink,dp=pcie5".'
@@ -78,8 +79,8 @@ def _link(name: str, own: str) -> Link:
 
 @contextlib.contextmanager
 def pretended(sizes: Mapping[str, int]) -> Iterator[Any]:
-    """Inside there is a process group of so many ranks, of which this process is the first, and a mesh of them: collectives
-    return at once, what they return is never looked at. Raises ``PlanError`` where there is a real group."""
+    """A context with a process group of so many ranks, of which this process is the first, and a mesh of them.
+    Collectives return at once; their results are never used. Raises ``PlanError`` if a process group exists."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -98,13 +99,13 @@ def pretended(sizes: Mapping[str, int]) -> Iterator[Any]:
 
 
 def current_mesh() -> Any:
-    """The mesh inside of ``pretended``; ``None`` outside."""
+    """The mesh of the open ``pretended`` context, or ``None``."""
     return _MADE[-1] if _MADE else None
 
 
 def spread(model: nn.Module, mesh: Any) -> nn.Module:
-    """A copy of ``model`` that is parallel over ``tp`` and sharded over ``dp``; of one that is distributed already, itself, and
-    sharded where it is not yet. Raises ``PlanError`` for a model that does not say how it is parallel by tensors."""
+    """A copy of ``model``, tensor-parallel over ``tp`` and sharded over ``dp``. A model that is already distributed is
+    not copied, only sharded if it is not. Raises ``PlanError`` if the model does not define its tensor parallelism."""
     names = mesh.mesh_dim_names
     if not any(map(is_distributed, model.parameters())):
         tensors = model_state(model).registered
@@ -125,14 +126,15 @@ def spread(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter of the same layout, of which no memory is touched; a copy of anything else, whose values may be asked for."""
+    """For a parameter, one with the same layout and untouched memory; for other tensors a copy, since their values may
+    be read."""
     if type(tensor) is nn.Parameter:
         return nn.Parameter(torch.empty_like(tensor), tensor.requires_grad)
     return copy.deepcopy(tensor) if tensor.is_leaf else tensor.detach().clone()
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The modules in lists of several of one class, the outermost ones: what is sharded, or checkpointed, one by one."""
+    """The outermost modules in lists of several modules of one class: they are sharded, or checkpointed, one by one."""
     found: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
@@ -145,7 +147,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def link_of(mesh: Any, links: Mapping[str, Link]) -> Callable[[tuple[int, ...]], Link]:
-    """By the ranks of a group, the slowest of the links of the dimensions that it spans."""
+    """Maps the ranks of a group to the slowest link of the dimensions that it spans."""
     grid = mesh.mesh
     spanned: dict[tuple[int, ...], Link] = {}
     for count in range(1, len(links) + 1):
@@ -159,7 +161,7 @@ def link_of(mesh: Any, links: Mapping[str, Link]) -> Callable[[tuple[int, ...]],
 
 
 def _styles(model: nn.Module) -> dict[str, Any]:
-    """By pattern of module names, how the layers of a model of transformers are parallel."""
+    """The parallel style of the layers of a transformers model, by pattern of module names."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

@@ -1,4 +1,4 @@
-"""A whole pipeline on paper: which of its stages fit, and how long a step of all of them takes."""
+"""A whole pipeline, modelled: which of its stages fit, and how long a step takes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lowtide.whole_step.stage import Stage
 
 @dataclass(frozen=True, slots=True)
 class PipelinedStep:
-    """A step of all stages: ``passes`` are each one's for a micro-batch, and the ``slowest`` one has nothing to do for the part
-    ``bubble`` of ``time_ns``."""
+    """A step of all stages. ``passes``: those of each stage for one micro-batch. The ``slowest`` stage is idle for the
+    fraction ``bubble`` of ``time_ns``."""
 
     passes: tuple[RankedPass, ...]
     time_ns: int
@@ -40,8 +40,8 @@ class PipelinedStep:
 
 
 def step_ns(passes: Sequence[tuple[int, int]], stages: Sequence[Stage]) -> int:
-    """Nanoseconds until the last backward pass has ended. ``passes``: a micro-batch's forward and backward pass on each stage;
-    sends run beside computing."""
+    """Nanoseconds until the last backward pass has ended. ``passes``: (forward ns, backward ns) of a micro-batch on
+    each stage. Sends overlap with computation."""
     orders = [stage.passes for stage in stages]
     ended: dict[tuple[int, bool, int], int] = {}
     clocks, done = [0] * len(stages), [0] * len(stages)
@@ -63,7 +63,7 @@ def step_ns(passes: Sequence[tuple[int, int]], stages: Sequence[Stage]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineFit:
-    """Whether all ``stages`` of a pipeline fit: the answers of ``fits`` for each of them, in order."""
+    """Whether all ``stages`` of a pipeline fit: the answers of ``fits`` for each stage, in order."""
 
     stages: tuple[Fit, ...]
 
@@ -72,23 +72,23 @@ class PipelineFit:
 
     @property
     def fits_without(self) -> bool:
-        """Whether all stages fit as they are, without lowtide."""
+        """Whether all stages fit without lowtide."""
         return all(one.fits_without for one in self.stages)
 
     @property
     def tightest(self) -> Fit:
-        """The stage that fits least: that lacks most, or else takes most without a plan."""
+        """The stage that lacks most memory, or if all fit, takes most without a plan."""
         return max(self.stages, key=lambda one: (one.missing_bytes, one.without_bytes))
 
     @property
     def even_bubble(self) -> float:
-        """The part of a step in which each stage waits where all are as quick and nothing is sent."""
+        """The fraction of a step in which each stage waits, if all are equally fast and sends take no time."""
         stage = _stage(self.stages[0])
         return (stage.stages - 1) / (stage.micro_batches + stage.stages - 1)
 
     @property
     def steps(self) -> dict[str, PipelinedStep]:
-        """By how they run, in all ways in which each stage can."""
+        """The modelled step for each way of running that all stages have."""
         ways = [dict(one.passes) for one in self.stages]
         stages = [_stage(one) for one in self.stages]
         return {
@@ -98,7 +98,7 @@ class PipelineFit:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Its numbers and words as plain data."""
+        """The answer as plain data."""
         return {
             "fits": bool(self),
             "fits_without": self.fits_without,

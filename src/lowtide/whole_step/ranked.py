@@ -1,4 +1,4 @@
-"""One rank of a model that is spread over a mesh: what its step takes beside what checkpointing every block would."""
+"""One rank of a model spread over a mesh: time and memory of its passes, also with every block checkpointed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from lowtide.units import format_bytes, format_time
 
 @dataclass(frozen=True, slots=True)
 class RankedPass:
-    """A forward and backward pass of one rank: bytes at its peak, and nanoseconds, of which collectives take ``collective_ns``
-    and are waited for ``exposed_ns``. ``collectives``: how many there are. ``forward_ns``: until the forward pass has ended."""
+    """A forward and backward pass of one rank. ``peak_bytes``: its peak. ``time_ns``: its duration. ``collective_ns``:
+    the total time of its ``collectives`` (a count); ``exposed_ns`` of it is not hidden. ``forward_ns``: until the
+    forward pass has ended."""
 
     peak_bytes: int
     time_ns: int
@@ -27,7 +28,7 @@ class RankedPass:
 
     @property
     def exposed_ns(self) -> int:
-        """In which nothing is computed."""
+        """Time in which nothing is computed."""
         return self.time_ns - self.computing_ns
 
     @staticmethod
@@ -51,8 +52,8 @@ class RankedPass:
 
 
 def checkpointed(graph: Graph, costs: Costs, blocks: Sequence[str]) -> Schedule:
-    """Every block runs forward again, and is gathered again, before it runs backward; collectives begin as early as that takes
-    no more memory than one more unit. ``blocks``: the paths of their modules."""
+    """A schedule in which every block is gathered and run forward again before its backward pass. Collectives begin
+    early as far as that takes no more memory than one more unit. ``blocks``: paths of their modules."""
     paths = [f"{name}." for name in blocks]
     block = [next((i for i, path in enumerate(paths) if f"{op.module}.".startswith(path)), -1) for op in graph.ops]
     forward: list[list[int]] = [[] for _ in blocks]

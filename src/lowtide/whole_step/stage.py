@@ -1,7 +1,7 @@
-"""One stage of a pipeline on paper: its micro-batches in flight, and what the schedule keeps for it.
+"""One stage of a modelled pipeline: its micro-batches in flight, and the memory that the schedule holds for it.
 
-The schedule is ``Schedule1F1B`` of ``torch.distributed.pipelining``: a stage runs forward for so many micro-batches as
-there are stages from it to the last, then one backward and one forward in turn.
+The schedule is ``Schedule1F1B`` of ``torch.distributed.pipelining``: a stage first runs forward for as many
+micro-batches as there are stages from it to the last, then one backward and one forward pass in turn.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lowtide.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """``number`` of so many ``stages``, from 0 on. ``kept_bytes``: what the schedule holds outside of the passes, beside the
-    inputs of one micro-batch; ``sent_bytes`` of a micro-batch go to the next stage, and their gradients come back, in
-    ``send_ns`` each."""
+    """Stage ``number`` (from 0) of ``stages``. ``kept_bytes``: what the schedule holds outside the passes, beside the
+    inputs of one micro-batch. ``sent_bytes``: of a micro-batch to the next stage; their gradients come back; each
+    transfer takes ``send_ns``."""
 
     number: int
     stages: int
@@ -38,7 +38,7 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        """How many micro-batches wait for their backward pass at most, the one that runs included."""
+        """The most micro-batches that wait for their backward pass, including the running one."""
         return min(self.stages - self.number, self.micro_batches)
 
     @property
@@ -47,7 +47,7 @@ class Stage:
 
     @property
     def passes(self) -> list[tuple[bool, int]]:
-        """Whether each is a backward pass, and its micro-batch, in the order in which they run."""
+        """All passes in the order they run, as (whether backward, micro-batch)."""
         found = [(False, number) for number in range(self.in_flight)]
         for number in range(self.micro_batches):
             ahead = number + self.in_flight
@@ -59,8 +59,9 @@ class Stage:
         return f"{self.in_flight} of {self.micro_batches} micro-batches in flight, {kept} kept for them"
 
     def holding(self, member: Member, input_bytes: int, received_bytes: int, link: Link) -> Stage:
-        """The stage whose micro-batch runs ``member``'s program: inputs (or buffers for them) of all micro-batches stay, the
-        gradients of those that were ``received``, and buffers for the gradients of what is sent, or the last one's outputs."""
+        """The stage with the memory and transfers of ``member``'s program. The schedule holds inputs (or buffers for
+        them) of all micro-batches, gradients of ``received`` inputs, and buffers for the gradients of what is sent, or
+        the last stage's outputs."""
         sent, count = member.output_bytes, self.micro_batches
         kept = (count - 1) * input_bytes + count * (sent + (received_bytes if self.number else 0))
         if self.last:
@@ -68,11 +69,11 @@ class Stage:
         return replace(self, kept_bytes=kept, sent_bytes=sent, send_ns=collective_ns("send", sent, 2, link))
 
     def peak_bytes(self, member: Member, schedule: Schedule) -> int:
-        """Of the passes, of all that is in flight together."""
+        """The peak of the passes, including all in flight."""
         return self._calls(member).peak_bytes(member.footprint(schedule))
 
     def plan(self, member: Member, budget_bytes: int, planner: str, **options: Any) -> Plan:
-        """By which all that is in flight fits. Raises ``InfeasibleBudgetError``."""
+        """A plan with which all in flight fits. Raises ``InfeasibleBudgetError``."""
         both = planner, first_form(planner)
         plannings = (functools.partial(_planned, planner=each, **options) for each in both)
         return self._calls(member).plan(budget_bytes, *plannings)
@@ -82,7 +83,7 @@ class Stage:
 
 
 def stage_of(sizes: Mapping[str, int], number: int | None, micro_batches: int | None) -> Stage | None:
-    """That of a mesh of these ``sizes``; ``None`` where it has no pipeline. Raises ``PlanError``."""
+    """The stage of a mesh with these ``sizes``; ``None`` if it has no pipeline. Raises ``PlanError``."""
     if "pp" not in sizes:
         if number is None and micro_batches is None:
             return None
