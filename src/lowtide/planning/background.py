@@ -1,7 +1,7 @@
-"""A search that goes on in a process of its own while training runs under a first plan.
+"""A search that continues in its own process while training runs with a first plan.
 
-A process, not a thread, which would hold up training at the interpreter's lock. It imports no torch, takes some tens of
-megabytes that are none of the device's, runs at a low priority, and can be ended at once. A thread waits for what it finds;
+It is a process because a thread would slow training through the interpreter's lock. It does not import torch, takes
+some tens of megabytes of host memory, runs at low priority, and can be ended at once. A thread waits for its results;
 every plan is checked and simulated again here, on the program at hand.
 """
 
@@ -31,18 +31,18 @@ from lowtide.planning.cache import PlanRequest
 from lowtide.planning.plan import Plan
 
 _LOG = logging.getLogger(__name__)
-_SHOWN = 500  # characters of what a process that died had to say
+_SHOWN = 500  # characters of a dead process's error output
 _LISTENING: weakref.WeakSet[_Listener[Any]] = weakref.WeakSet()
 Prepared = TypeVar("Prepared")
 
 
 class BackgroundSearch(Generic[Prepared]):
-    """A search, begun at once, for a better plan than ``plan``, which ``request`` asked for; or for the first, where there is
-    none yet.
+    """A search for a better plan than ``plan``, made for ``request``, or for a first plan if that is ``None``. It
+    starts at once.
 
-    ``prepare`` makes of each better plan what is to be exchanged, while training goes on; ``take`` gives the latest. The
-    process ends with the search, with ``stop``, with this object and with the process that started it. Raises ``OSError``
-    where none can start.
+    ``prepare`` converts each better plan for use while training goes on; ``take`` returns the latest. The process ends
+    with the search, with ``stop``, with this object, and with the process that started it. Raises ``OSError`` if it
+    cannot start.
     """
 
     def __init__(self, request: PlanRequest, plan: Plan | None, prepare: Callable[[Plan], Prepared]) -> None:
@@ -62,16 +62,16 @@ class BackgroundSearch(Generic[Prepared]):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing better will come; ``take`` may have the last plan still."""
+        """Whether no better plan will come; ``take`` may still return the last one."""
         return self._listener.ended
 
     @property
     def plan(self) -> Plan | None:
-        """The best so far."""
+        """The best plan so far."""
         return self._listener.plan
 
     def take(self) -> Prepared | None:
-        """What has been prepared since the last time, if anything has; never waits."""
+        """What was prepared since the last call, or ``None``; never waits."""
         listener = self._listener
         if listener.latest is None:
             return None
@@ -80,7 +80,7 @@ class BackgroundSearch(Generic[Prepared]):
         return latest
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the end of the search, at most so many seconds; whether it has come."""
+        """Wait for the end of the search, at most ``seconds``. Returns whether it has ended."""
         with self._listener.changed:
             return self._listener.changed.wait_for(lambda: self._listener.ended, seconds)
 
@@ -90,7 +90,7 @@ class BackgroundSearch(Generic[Prepared]):
 
 @dataclass(eq=False)
 class _Listener(Generic[Prepared]):
-    """What the thread does and finds, which must not keep the search alive."""
+    """The thread's work and results. Must not keep the search alive."""
 
     request: PlanRequest
     plan: Plan | None
@@ -116,7 +116,7 @@ class _Listener(Generic[Prepared]):
                     why = f"its process ended with code {self.process.wait()} {self._said()}".strip()
                 elif not self.ended:
                     why = self._take(msgspec.json.decode(line, type=_Message))
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+        except Exception as error:  # noqa: BLE001 - training goes on after any error
             why = f"{type(error).__name__}: {error}"
         if why is not None and not self.ended:
             if self.plan is None:
@@ -133,7 +133,7 @@ class _Listener(Generic[Prepared]):
             self.changed.notify_all()
 
     def _take(self, message: _Message) -> str | None:
-        """Prepare the plan of a message; why there is none."""
+        """Prepare the plan of a message. Returns the reason if there is none."""
         if message.error:
             return message.error
         try:
@@ -151,7 +151,7 @@ class _Listener(Generic[Prepared]):
         return None
 
     def _said(self) -> str:
-        """The end of what the process wrote to its error output."""
+        """The end of the process's error output."""
         self.errors.seek(0)
         text = self.errors.read().decode(errors="replace").strip()
         return f"({text[-_SHOWN:]})" if text else ""
@@ -160,7 +160,7 @@ class _Listener(Generic[Prepared]):
 def _started(request: PlanRequest, plan: Plan | None, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     if not sys.executable:
         raise FileNotFoundError("this interpreter does not know its own program")
-    with tempfile.TemporaryFile() as asked:  # a file: a pipe would wait for the reader
+    with tempfile.TemporaryFile() as asked:  # not a pipe, which would block until it is read
         pickle.dump((request, math.inf if plan is None else plan.time_ns, os.getpid()), asked)
         asked.seek(0)
         return subprocess.Popen(
@@ -181,7 +181,7 @@ class _Message(msgspec.Struct):
 
 
 def _end(listener: _Listener[Any], owner: int) -> None:
-    if os.getpid() == owner:  # and no fork of that process
+    if os.getpid() == owner:  # not in a fork
         listener.end()
         listener.process.kill()
         listener.process.wait()
@@ -189,7 +189,8 @@ def _end(listener: _Listener[Any], owner: int) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """Wait for what threads prepare: one that comes back from PyTorch when Python is no more would abort the process."""
+    """Wait for threads that prepare plans: a thread that returns from PyTorch after Python has shut down would abort
+    the process."""
     alive = [listener for listener in list(_LISTENING) if listener.thread.is_alive()]
     with _uninterrupted() if alive else contextlib.nullcontext():
         for listener in alive:
@@ -199,7 +200,7 @@ def _end_all() -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Inside, Ctrl-C does nothing: who presses it again while the process ends would be shown where that was."""
+    """A context that ignores Ctrl-C, so that an impatient user does not get a traceback from here."""
     former = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if former is None:
         yield

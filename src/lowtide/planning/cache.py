@@ -1,9 +1,9 @@
-"""Plans on disk: an entry per request, so that a second start of the same program does not search again.
+"""Plans on disk, one entry per request, so that a second start of the same program does not search again.
 
-A key is made of everything that a plan depends on: the graph without the places in the user's files, its costs, the budget,
-planner and seed, the versions given, and the planners' own sources. No entry is trusted: its schedule is checked and
-simulated. Of processes that ask for the same plan at the same time, one searches. ``LOWTIDE_PLAN_CACHE=0`` turns the cache
-off.
+The key contains everything that a plan depends on: the graph without source locations, its costs, the budget, planner
+and seed, the given versions, and the planners' own sources. Entries are not trusted: the schedule is checked and
+simulated. If several processes ask for the same plan at once, one searches. ``LOWTIDE_PLAN_CACHE=0`` disables the
+cache.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lowtide.store import Cache, cache_folder, content_key, sources_key
 
 FORMAT = "lowtide-cached-plan/2"
 MOST_ENTRIES = 512
-PATIENCE_SECONDS = 600.0  # for another process that searches for the same plan
+PATIENCE_SECONDS = 600.0  # to wait for another process that searches for the same plan
 _PLANNERS = tuple(Path(__file__).parents[1] / package for package in ("ir", "solve", "place", "eviction"))
 _OFF = ("0", "off", "false", "no")
 
 
 def enabled() -> bool:
-    """Whether the environment leaves the cache on."""
+    """Whether the environment leaves the cache enabled."""
     return os.environ.get("LOWTIDE_PLAN_CACHE", "").strip().lower() not in _OFF
 
 
@@ -41,7 +41,7 @@ def plan_folder() -> Path:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is asked of a planner. ``versions``: of whatever else the plan depends on, such as torch. ``placed``: the
+    """A request to a planner. ``versions``: of other things that the plan depends on, such as torch. ``placed``: the
     budget is for addresses."""
 
     graph: Graph
@@ -54,7 +54,7 @@ class PlanRequest:
 
     @property
     def key(self) -> str:
-        """Equal for requests that have the same plan, and stable across processes."""
+        """Equal for requests with the same plan, in all processes."""
         settings = (self.budget_bytes, self.planner, self.seed, self.versions, self.placed)
         return content_key(
             FORMAT,
@@ -66,7 +66,7 @@ class PlanRequest:
         )
 
     def make(self, on_progress: Progress | None = None, on_better: Better | None = None) -> Plan:
-        """The planner's answer. Raises ``InfeasibleBudgetError``."""
+        """Run the planner. Raises ``InfeasibleBudgetError``."""
         return make_plan(
             self.graph,
             self.costs,
@@ -79,7 +79,8 @@ class PlanRequest:
         )
 
     def decode(self, entry: bytes) -> Plan:
-        """The plan of an entry. Raises ``ValueError`` or a ``LowtideError`` where it is no sound plan for this request."""
+        """The plan of an entry. Raises ``ValueError`` or a ``LowtideError`` if it is not a valid plan for this
+        request."""
         plan = Plan.from_json(msgspec.json.decode(entry), self.graph, self.costs)
         if plan.peak_bytes > self.budget_bytes:
             raise ScheduleError(f"it peaks at {plan.peak_bytes} bytes, over the budget of {self.budget_bytes}.")
@@ -93,14 +94,14 @@ class PlanCache:
     folder: Path = dataclasses.field(default_factory=plan_folder)
 
     def get(self, request: PlanRequest) -> Plan | None:
-        """The plan kept for ``request``; ``None`` where there is none that is sound."""
+        """The plan kept for ``request``; ``None`` if there is no valid one."""
         return self._entries.get(request.key, request.decode)
 
     def put(self, request: PlanRequest, plan: Plan) -> None:
         self._entries.put(request.key, _encode(plan))
 
     def get_or_make(self, request: PlanRequest, make: Callable[[], Plan]) -> Plan:
-        """The plan kept for ``request``, else that of ``make``, which is kept. Raises what ``make`` raises."""
+        """The plan kept for ``request``, else the result of ``make``, which is kept. Raises what ``make`` raises."""
         return self._entries.get_or_make(request.key, request.decode, make, _encode, PATIENCE_SECONDS)
 
     @property

@@ -1,4 +1,5 @@
-"""Losses that a program computes in pieces, as its graph tells: how many pieces, and how far sums may be from eager's."""
+"""Losses that a program computes in pieces, read from its graph: the number of pieces, and how far sums may differ from
+eager's."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11,
 
 
 class ChunkedLoss(NamedTuple):
-    """A loss over ``rows`` of ``classes`` logits of type ``dtype`` that is computed in ``pieces``.
+    """A loss over ``rows`` of ``classes`` logits of type ``dtype``, computed in ``pieces``.
 
     ``bound`` and ``typical`` follow from the number of terms and their precision; nothing is measured.
     """
@@ -27,22 +28,22 @@ class ChunkedLoss(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """How far the same terms added up in two orders can be apart, as a share of the sum of their magnitudes. It is for what
-        is added over rows: the loss, and the gradients of weight and bias.
+        """The largest difference between sums of the same terms in two orders, relative to the sum of their magnitudes.
+        It holds for sums over rows: the loss, and the gradients of weight and bias.
 
-        Twice n u for n terms with unit roundoff u (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 4.2). Types
-        of 16 bits are added up in float32, and rounded once in eager, in pieces once for each.
+        It is twice n u for n terms with unit roundoff u (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
+        ed., 4.2). Types of 16 bits are added in float32, and rounded once in eager but once per piece here.
         """
         return self._apart(roundings=float)
 
     @property
     def typical(self) -> float:
-        """As ``bound``, where roundings go up and down by chance: the square root of n in the place of n (Higham, Mary, A New
+        """As ``bound`` for random rounding errors: with the square root of n in place of n (Higham, Mary, A New
         Approach to Probabilistic Rounding Error Analysis, 2019)."""
         return self._apart(roundings=math.sqrt)
 
     def _apart(self, roundings: Callable[[float], float]) -> float:
-        """``roundings(n)``: how many units n roundings are apart."""
+        """``roundings(n)``: the difference after n roundings, in units of roundoff."""
         unit, single, added = _UNIT_ROUNDOFF[self.dtype], _UNIT_ROUNDOFF["float32"], 2 * roundings(self.rows)
         return roundings(self.pieces + 1) * unit + added * single if unit > single else added * unit
 
@@ -54,7 +55,7 @@ class ChunkedLoss(NamedTuple):
 
 
 def chunked_losses(graph: Graph) -> tuple[ChunkedLoss, ...]:
-    """The losses in pieces, in the order in which they are computed."""
+    """The losses in pieces, in the order of computation."""
     found: list[ChunkedLoss] = []
     for op in graph.ops[: graph.forward_ops]:
         piece = _PIECE.match(op.name)

@@ -1,4 +1,4 @@
-"""What is read of ``lowtide-plan/1``."""
+"""The fields of ``lowtide-plan/1`` that are read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-Amount = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes or nanoseconds, as large as a budget may be
+Amount = Annotated[int, Meta(ge=0, le=1 << 62)]  # bytes or nanoseconds, up to the largest budget
 Column = Annotated[list[Annotated[int, Meta(ge=0, le=1 << 50)]], Meta(max_length=1 << 24)]
 
 
 class CostsForm(msgspec.Struct, frozen=True):
-    """Costs by themselves, for a program that is at hand."""
+    """Separate costs, for readers that have the program."""
 
     time_ns: Column
     workspace_bytes: Column
@@ -24,7 +24,7 @@ class CostsForm(msgspec.Struct, frozen=True):
 
 
 class PlanForm(msgspec.Struct, frozen=True):
-    """The fields of ``lowtide-plan/1`` that are read; what follows from the schedule is computed again."""
+    """The fields of ``lowtide-plan/1`` that are read. Fields that follow from the schedule are computed again."""
 
     planner: str
     seed: Annotated[int, Meta(ge=0)]

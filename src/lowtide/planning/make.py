@@ -1,4 +1,4 @@
-"""Making a plan: a planner is asked for a schedule within a budget."""
+"""Make a plan: ask a planner for a schedule within a budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lowtide.solve.auto import Auto
 from lowtide.units import format_bytes
 
 Better = Callable[[int, Callable[[], Plan | None]], None]
-"""Called with the time of a plan on the way, in ns, and with what makes it; that is ``None`` where it is over the budget."""
+"""Called with the time of an intermediate plan in ns, and a function that makes it (``None`` if over the budget)."""
 
 
 def make_plan(
@@ -38,10 +38,10 @@ def make_plan(
     on_progress: Progress | None = None,
     on_better: Better | None = None,
 ) -> Plan:
-    """Plan ``graph`` within ``budget``. Raises ``InfeasibleBudgetError`` where the planner finds no schedule.
+    """Plan ``graph`` within ``budget``. Raises ``InfeasibleBudgetError`` if the planner finds no schedule.
 
-    ``placed``: the budget is for addresses, ``reserved_bytes``; where none is found, it is the one that exceeds it least.
-    ``on_better`` hears of plans that are found on the way, each quicker than those before.
+    ``placed``: the budget is for addresses, ``reserved_bytes``; if no plan meets it, the one that exceeds it least is
+    returned. ``on_better`` receives plans found on the way, each quicker than those before.
     """
     unconstrained = simulate(graph, costs, keep_all_schedule(graph)).peak_bytes
     budget_bytes = parse_budget(budget, unconstrained)
@@ -67,7 +67,7 @@ def make_plan(
 
 
 def _fitting(plan: Plan | None, placed: bool) -> Plan | None:
-    """The plan, but for one whose addresses do not fit where they should."""
+    """The plan, or ``None`` if its addresses must fit and do not."""
     return None if plan is None or (placed and not plan.is_placed) else plan
 
 
@@ -81,8 +81,8 @@ def plan_from(
     seed: int,
     placed: bool = False,
 ) -> Plan | None:
-    """The quickest within the budget of ``schedules``, which were made for the same operators at other sizes; ``None`` where
-    none fits, or, if it is to be ``placed``, where its addresses do not."""
+    """The quickest of ``schedules`` within the budget, as a plan. They were made for the same operators at other sizes.
+    ``None`` if none fits, or, with ``placed``, if its addresses do not."""
     runs = ((simulate(graph, costs, schedule), schedule) for schedule in schedules)
     fitting = [(run.time_ns, schedule) for run, schedule in runs if run.peak_bytes <= budget_bytes]
     for _, schedule in sorted(fitting, key=lambda one: one[0]):
@@ -93,7 +93,7 @@ def plan_from(
 
 
 def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner: str) -> InfeasibleBudgetError:
-    """The error for a budget that was not met: what is known to be reachable, and where the bottleneck is."""
+    """The error for a budget that was not met: what is known to be reachable, and the bottleneck."""
     lowest, minimum = solution.lowest_schedule, solution.minimum_bytes
     if lowest is None:
         reached, lowest = minimum_peak(problem.graph, problem.costs, problem.seed)
@@ -129,13 +129,13 @@ def infeasible(problem: Problem, solution: Solution, unconstrained: int, planner
 
 
 def _percent_meant(problem: Problem, unconstrained: int) -> str:
-    """For a budget of so few bytes that they will be meant as percent."""
+    """A hint, if the budget is so few bytes that percent were probably meant."""
     meant = problem.budget_bytes <= 100 < unconstrained // 100
     return f' For that part of the peak write "{problem.budget_bytes}%".' if meant else ""
 
 
 def _cost_of(overheads: Sequence[tuple[int, float]]) -> str:
-    """What the least budget costs, and what a larger one would save."""
+    """What the least budget costs, and what a larger one would save, as text."""
     (least, overhead), *larger = overheads
     texts = [f"at about {100 * overhead:.0f} % more time"]
     for budget, less in larger:

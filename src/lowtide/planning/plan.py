@@ -1,7 +1,7 @@
-"""The plan: a graph, its costs, and the schedule that fits a budget; and the one form in which plans are written.
+"""The plan: a graph, its costs, and a schedule that fits a budget; and the file format of plans.
 
-The form is ``lowtide-plan/1``. A saved plan has everything. Where the program is at hand, as in the plan cache and among the
-ranks of a training, its graph is left out, and the costs stand by themselves.
+The format is ``lowtide-plan/1``. A saved plan contains everything. If the reader has the program, as in the plan cache
+and among the ranks of a training, the graph is left out, and the costs are separate.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FACTS = (
 
 
 class Improvement(NamedTuple):
-    """A plan that was in force: from how many seconds after the first one on, and its peak, time and overhead."""
+    """A plan that was in use: since how many seconds after the first one, and its peak, time and overhead."""
 
     seconds: float
     peak_bytes: int
@@ -63,15 +63,15 @@ class Improvement(NamedTuple):
 class Plan:
     """A schedule of a training program within a memory budget.
 
-    Bytes are what a forward and backward pass allocates above what was allocated when it began. ``time_ns`` is the
-    predicted time of the pass, ``lower_bound_ns`` a proven bound on it for any schedule within the budget, if there is
-    one. ``solve_seconds`` is what the planner took when the plan was made, ``cached`` whether it came from the
-    cache on disk (``planning.cache``). ``str(plan)`` is a readable report. ``known_curve`` is what ``with_curve`` found; it is
-    saved along. ``history``: the plans that were in force before, and this one, where it was improved in the background.
-    ``lowered_from_bytes``: the budget that was given, where steps ran out of memory within it and it was lowered; else 0.
-    ``outside``: what a total budget counted beside the pass. ``in_flight``: so many calls may wait for their backward
-    pass at once; ``waiting_bytes`` are what the others hold while one runs, and gradients that earlier ones left in
-    parameters; those of all stages that share a budget.
+    Bytes are what a forward and backward pass allocates above the level at its start. ``time_ns``: the predicted time
+    of the pass; ``lower_bound_ns``: a proven lower bound on it for all schedules within the budget, or ``None``.
+    ``solve_seconds``: how long the planner took; ``cached``: whether the plan came from the cache on disk
+    (``planning.cache``). ``str(plan)`` is a readable report. ``known_curve``: the result of ``with_curve``, saved with
+    the plan. ``history``: the plans in use so far, including this one, if it was improved in the background.
+    ``lowered_from_bytes``: the budget as given, if it was lowered because steps ran out of memory, else 0. ``outside``:
+    what a total budget counted beside the pass. ``in_flight``: how many calls may wait for their backward pass at once;
+    ``waiting_bytes``: what the other calls hold while one runs, plus gradients of earlier ones in parameters (for all
+    stages that share a budget).
     """
 
     graph: Graph
@@ -98,13 +98,13 @@ class Plan:
     def of(
         cls, graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int, planner: str, seed: int, **facts: Any
     ) -> Plan:
-        """The plan that runs ``schedule``, which is simulated; ``facts`` are further fields."""
+        """The plan for ``schedule``, which is simulated. ``facts``: further fields."""
         run, plain = simulate(graph, costs, schedule), simulate(graph, costs, keep_all_schedule(graph))
         asked = (graph, costs, schedule, planner, budget_bytes)
         return cls(*asked, run.peak_bytes, plain.peak_bytes, run.time_ns, seed=seed, **facts)
 
     def among(self, in_flight: int, waiting_bytes: int) -> Plan:
-        """That of one of several calls at once."""
+        """This plan as that of one of several calls at once."""
         return dataclasses.replace(self, in_flight=in_flight, waiting_bytes=waiting_bytes)
 
     @property
@@ -114,12 +114,12 @@ class Plan:
 
     @property
     def chunked(self) -> tuple[ChunkedLoss, ...]:
-        """The losses that are computed in pieces (``chunked_loss=True``), and how far they may be from eager's."""
+        """The losses computed in pieces (``chunked_loss=True``), and how far they may differ from eager's."""
         return chunked_losses(self.graph)
 
     @property
     def layout(self) -> Layout:
-        """The addresses of the schedule in an arena; what outlives the step lies outside. Placed when first asked for."""
+        """The addresses of the schedule in an arena, without tensors that outlive the step. Computed on first use."""
         if self._layout is None:
             outside = storages_outside(self.graph)
             layout = lay_out(self.graph, self.costs, self.schedule, apart=outside, seed=self.seed)
@@ -129,13 +129,14 @@ class Plan:
 
     @property
     def reserved_bytes(self) -> int:
-        """Of memory that the step takes up where every tensor has an address: ``peak_bytes``, and what is lost between them.
-        Without an arena it is the allocator that decides: ``cuda_memory``."""
+        """Memory that the step takes if every tensor has an address: ``peak_bytes`` plus gaps. Without an arena the
+        allocator decides, see ``cuda_memory``."""
         return self.layout.reserved_bytes
 
     def cuda_memory(self, *, expandable_segments: bool = False) -> CudaMemory:
-        """What the step takes of a CUDA device under PyTorch's caching allocator, in a model of it; ``expandable_segments``: as
-        with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``. Takes up to some seconds for thousands of operators."""
+        """Memory that the step takes on a CUDA device under PyTorch's caching allocator, by a model of it.
+        ``expandable_segments``: as with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``. Takes up to some seconds
+        for thousands of operators."""
         return cuda_memory(self.graph, self.costs, self.schedule, expandable_segments=expandable_segments)
 
     @property
@@ -146,8 +147,8 @@ class Plan:
     def curve(
         self, *, points: int = CURVE_POINTS, planner: str = CURVE_PLANNER, on_progress: Progress | None = None
     ) -> Curve:
-        """Overhead against budget, from the unconstrained peak to the least budget that ``planner`` meets. There are
-        ``points`` budgets and this plan's. The default planner takes seconds per point."""
+        """Overhead as a function of the budget, from the unconstrained peak to the least budget that ``planner`` meets,
+        at ``points`` budgets and this plan's. The default planner takes seconds per point."""
         known = CurvePoint(self.budget_bytes, self.peak_bytes, self.time_ns, self.lower_bound_ns)
         with told(self.graph.name, on_progress) as tell:
             given = (self.graph, self.costs)
@@ -156,7 +157,7 @@ class Plan:
     def with_curve(
         self, *, points: int = CURVE_POINTS, planner: str = CURVE_PLANNER, on_progress: Progress | None = None
     ) -> Plan:
-        """This plan with its ``curve`` for reports, so that it is not searched for again."""
+        """This plan with its ``curve``, for reports."""
         return dataclasses.replace(
             self, known_curve=self.curve(points=points, planner=planner, on_progress=on_progress)
         )
@@ -166,8 +167,9 @@ class Plan:
         return dataclasses.replace(self, history=(self._as_improvement(0.0),))
 
     def improved(self, found: Plan, seconds: float, placed: bool = False) -> Plan:
-        """``found``, for the same problem, where it is quicker than this plan; else this one with what is known of it now.
-        ``seconds``: since the history began. ``placed``: one whose addresses do not fit is none, unless this one's do not."""
+        """``found``, a plan for the same problem, if it is quicker than this one; else this one, updated with the bound
+        in ``found``. ``seconds``: since the history began. ``placed``: reject plans whose addresses do not fit, unless
+        this one's do not either."""
         fits = not placed or found.is_placed or not self.is_placed
         if found.time_ns < self.time_ns and fits:
             history = (*self.history, found._as_improvement(seconds))
@@ -178,7 +180,7 @@ class Plan:
         return dataclasses.replace(self, planner=found.planner, lower_bound_ns=bound_ns, solve_seconds=seconds)
 
     def with_schedule(self, schedule: Schedule, run: Simulation) -> Plan:
-        """The plan with a quicker ``schedule``, of which ``run`` was simulated."""
+        """The plan with a quicker ``schedule``, whose simulation is ``run``."""
         found = dataclasses.replace(self, schedule=schedule, peak_bytes=run.peak_bytes, time_ns=run.time_ns)
         return self.improved(found, self.history[-1].seconds if self.history else 0.0)
 
@@ -186,15 +188,15 @@ class Plan:
         return Improvement(seconds, self.peak_bytes, self.time_ns, self.overhead)
 
     def report(self, path: str | Path, measurement: Measurement | None = None) -> None:
-        """Write a report of this plan; the extension of ``path`` says which: see ``lowtide report``.
+        """Write a report of this plan; the extension of ``path`` selects the format, see ``lowtide report``.
 
-        ``measurement``: of a step that ran under the plan, from ``lowtide.measure``. The curve is that of ``with_curve``.
+        ``measurement``: of a step under the plan, from ``lowtide.measure``. The curve is that of ``with_curve``.
         """
-        writer_of(path)  # an unknown extension is an error now
+        writer_of(path)  # raise for an unknown extension before other work
         write_report(self.as_report(measurement), path)
 
     def as_report(self, measurement: Measurement | None = None, *, name: str = "") -> Report:
-        """All that ``report`` writes. ``name`` stands in for a graph without one."""
+        """The content of ``report``. ``name`` is used if the graph has no name."""
         graph, costs, decided_by = self.graph, self.costs, f"{self.planner}, seed {self.seed}"
         run = profile_of_schedule(graph, costs, self.schedule)
         at = run.spans[run.peak_index]
@@ -247,8 +249,8 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a saved plan; checks and simulates its schedule again. Raises ``PlanError`` for a file that is not a
-        plan and ``ScheduleError`` for a schedule that is not valid."""
+        """Read a saved plan, and check and simulate its schedule again. Raises ``PlanError`` if the file is not a plan,
+        and ``ScheduleError`` if its schedule is not valid."""
         data = read_json(path)
         if data.get("format") != PLAN_FORMAT:
             raise PlanError(
@@ -260,7 +262,7 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
     def to_json(self, *, graph: bool = True, costs: bool = True) -> dict[str, Any]:
-        """A ``lowtide-plan/1`` object; for whoever has the program without its ``graph``, the ``costs`` or both."""
+        """A ``lowtide-plan/1`` object, without the ``graph`` or the ``costs`` if the reader has them."""
         data: dict[str, Any] = {"format": PLAN_FORMAT} | {name: getattr(self, name) for name in _FACTS}
         data["schedule"] = schedule_to_json(self.schedule)
         data |= {"outside": self.outside} if self.outside else {}
@@ -276,9 +278,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Any, graph: Graph | None = None, costs: Costs | None = None) -> Plan:
-        """Inverse of ``to_json``. ``graph`` and ``costs``: of the program at hand, where the plan comes without its
-        own. Raises ``PlanError`` for what is no plan, or not of ``graph``, and ``ScheduleError`` for a schedule that is
-        not valid, or that exceeds the budget on ``graph``."""
+        """Inverse of ``to_json``. ``graph`` and ``costs``: of the program at hand, if the data lack them. Raises
+        ``PlanError`` if the data are not a plan, or not one for ``graph``, and ``ScheduleError`` if the schedule is not
+        valid, or exceeds the budget on ``graph``."""
         try:
             form = msgspec.convert(data, PlanForm)
         except ValueError as error:
@@ -311,13 +313,13 @@ class Plan:
 
 
 def storages_outside(graph: Graph) -> frozenset[int]:
-    """Storages that have no place in an arena: results, which the caller keeps as long as it likes, and the gradients of the
-    results, which it hands in."""
+    """Storages without a place in an arena: results, which the caller may keep, and the gradients of the results, which
+    the caller provides."""
     return frozenset(graph.storages_of((*graph.forward_outputs, *graph.arriving)))
 
 
 def _costs(form: PlanForm, graph: Graph) -> Costs:
-    """The costs that a plan without a graph comes with. Raises ``PlanError`` where they are not of ``graph``."""
+    """The costs in a plan without a graph. Raises ``PlanError`` if they are not for ``graph``."""
     if form.costs is None:
         raise PlanError("the plan has neither a graph nor costs.")
     *columns, second_memory, beside = msgspec.structs.astuple(form.costs)

@@ -1,8 +1,8 @@
-"""The process in which a plan gets better while its model trains: see ``background``.
+"""The process in which a plan improves while its model trains, see ``background``.
 
-``python -m lowtide.planning.worker`` reads a pickled ``PlanRequest`` with the number of the process that asks, and writes lines
-of JSON: better plans as they are found, and at last the planner's answer, kept in the plan cache, or why there is none. It ends
-where the process that asked has gone.
+``python -m lowtide.planning.worker`` reads a pickled ``PlanRequest`` with the id of the requesting process. It writes
+lines of JSON: better plans as they are found, and finally the planner's answer, which is also kept in the plan cache,
+or an error. It ends when the requesting process is gone.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import msgspec
 from lowtide.planning.cache import PlanCache, PlanRequest, enabled
 from lowtide.planning.plan import Plan
 
-_NICENESS = 10  # a tenth of the time of a core that training wants too
-_LEAST_GAIN = 0.003  # of the time of a step, from which a plan on the way is worth an exchange
-_LARGE_GAIN = 0.01  # from which it does not wait
-_LEAST_SECONDS = 0.5  # between two others
+_NICENESS = 10  # about a tenth of the time of a core that training uses too
+_LEAST_GAIN = 0.003  # of the time of a step: least gain that is worth an exchange
+_LARGE_GAIN = 0.01  # gain from which a plan is sent at once
+_LEAST_SECONDS = 0.5  # between two plans with smaller gains
 
 
 class _Telling:
-    """Writes down plans that are better by enough than the one in force, whose time is ``time_ns``, and not too often."""
+    """Writes plans that are better by enough than the current one, whose time is ``time_ns``, and not too often."""
 
     def __init__(self, time_ns: float, output: BinaryIO) -> None:
         self.time_ns = time_ns
@@ -51,8 +51,8 @@ class _Telling:
 
 
 def search(request: PlanRequest, time_ns: float, output: BinaryIO, parent: int) -> None:
-    """Search for the plan of ``request``, to be exchanged for one that takes ``time_ns``, as long as the process ``parent`` is
-    there, which may have gone before this one had begun."""
+    """Search for the plan of ``request``, to replace one that takes ``time_ns``. Ends when the process ``parent`` is
+    gone, which may happen before this one has started."""
     telling = _Telling(time_ns, output)
 
     def on_progress(stage: str, fraction: float) -> None:
@@ -74,8 +74,8 @@ def main() -> None:
     try:
         search(request, time_ns, output, parent)
     except (KeyboardInterrupt, BrokenPipeError):
-        pass  # nobody waits for an answer any more
-    except Exception as error:  # noqa: BLE001 - the process that asked says so
+        pass  # the requesting process is gone
+    except Exception as error:  # noqa: BLE001 - the requesting process reports it
         _Telling(time_ns, output).write(error=f"{type(error).__name__}: {error}", done=True)
 
 
