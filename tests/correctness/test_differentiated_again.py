@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import types
 import weakref
@@ -232,6 +233,21 @@ def test_code_that_is_called_names_it(how: str) -> None:
     assert is_named(_alone(module["train"]()))
 
 
+@pytest.mark.parametrize("how", ["penalty(y)", "loss(y)", "trainer.loss(y)", "other.penalty(y)", "late(y)", "model(y)"])
+def test_code_that_a_loop_is_given_names_it(how: str) -> None:
+    """In a script without functions, and in a trainer that has the loss in an attribute. What the planned model does is in its
+    plans."""
+    other: Any = types.ModuleType("other")
+    penalty = "def penalty(y): return grad(y, create_graph=True)"
+    exec(f"{penalty}\nclass Loss:\n    def __call__(self, y): return penalty(y)", vars(other))
+    given = {"penalty": other.penalty, "loss": other.Loss(), "late": functools.partial(other.penalty), "other": other}
+    given |= {"trainer": types.SimpleNamespace(loss=given["loss"]), "model": other.Loss()}
+    given["model"].forward = None
+    module: dict[str, Any] = {"__name__": "script", "_getframe": sys._getframe, **given}
+    exec(f"frame = _getframe()\nif frame is None: {how}", module)
+    assert is_named(_alone(module["frame"])) is not how.startswith("model")
+
+
 def test_looking_at_variables_of_callers_keeps_nothing() -> None:
     held = torch.zeros(3)
     there = weakref.ref(held)
@@ -244,7 +260,7 @@ def _alone(frame: Any) -> Any:
     """The frame as the outermost one: this module names it, too."""
 
     class Frame:
-        f_code, f_globals, f_back = frame.f_code, frame.f_globals, None
+        f_code, f_globals, f_locals, f_back = frame.f_code, frame.f_globals, frame.f_locals, None
 
     return Frame
 

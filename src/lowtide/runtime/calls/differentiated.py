@@ -23,7 +23,7 @@ from torch import nn
 
 from lowtide.capture.python_state.code.code_names import codes, is_trusted, named_by, parts_of
 from lowtide.objects import structure
-from lowtide.objects.walk import variables
+from lowtide.objects.walk import own_attributes, variables
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 
 _LOG = logging.getLogger(__name__)
@@ -132,15 +132,16 @@ def is_named(caller: types.FrameType | None, within: types.CodeType | None = Non
     functions called from there. With ``within`` (calls of a part in a model), the classes of modules on the stack are
     searched too."""
     modules: dict[int, dict[str, Any]] = {}
-    classes = set[type]()
+    classes, found = set[type](), set[types.FunctionType]()
     for frame, root in _stack(caller, within):
         if root != "lowtide" and _says(frame.f_code):
             return True
         if root not in ("torch", "lowtide"):
             modules[id(frame.f_globals)] = frame.f_globals
+            found.update(_called_in(frame) if within is None else ())
             owner = None if within is None else variables(frame).get("self")
             classes.update(map(type, owner.modules() if isinstance(owner, nn.Module) else ()))
-    found = {function for module in modules.values() for function in _functions(module)}
+    found.update(function for module in modules.values() for function in _functions(module))
     found.update(each for kind in classes for base in kind.__mro__ for each in _methods(base) if not is_trusted(each))
     latest = found
     for _ in range(_DEEP):
@@ -149,6 +150,27 @@ def is_named(caller: types.FrameType | None, within: types.CodeType | None = Non
         latest = {each for function in latest for _, each in named_by(function) if _is_called(each)} - found
         found |= latest
     return False
+
+
+def _called_in(frame: types.FrameType) -> Iterator[types.FunctionType]:
+    """Functions that code in a frame may call: functions it names, methods of objects it names, and the same in those
+    of their attributes that it names. A loss may come from another module, or be given to a trainer."""
+    code, scope = frame.f_code, {**frame.f_globals, **variables(frame)}
+    names = {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    held = [scope[name] for name in names if name in scope]
+    held += [own[name] for own in map(own_attributes, held) for name in code.co_names if own and name in own]
+    yield from (each for value in held for each in _code_of(value) if not is_trusted(each))
+
+
+def _code_of(value: Any) -> Iterator[types.FunctionType]:
+    """The functions that run if the value, or a method of it, is called. Those of planned models are in their plans."""
+    while isinstance(value, (functools.partial, types.MethodType)):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    if isinstance(value, types.FunctionType):
+        yield value
+    elif not isinstance(value, types.ModuleType) and "forward" not in (own_attributes(value) or {}):
+        kind = value if isinstance(value, type) else type(value)
+        yield from (each for base in kind.__mro__ if not is_trusted(base) for each in _methods(base))
 
 
 def _is_called(value: Any) -> bool:
