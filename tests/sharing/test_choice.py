@@ -16,6 +16,7 @@ from lowtide.pipeline import make_program_plan, share_planners
 from lowtide.planning import Plan
 from lowtide.settings import Settings
 from lowtide.sharing import Assignment, Constraint, Member, Plans, Share, choose, sequential_constraints
+from lowtide.sharing.plans import KnownPlans
 
 
 def test_a_program_that_has_no_room_is_not_planned_again_for_each_share() -> None:
@@ -181,3 +182,14 @@ def _around(member: Member) -> list[Constraint]:
 def _greedy(member: Member, share: Share) -> Plan:
     settings = Settings(budget=share.budget_bytes, between_bytes=share.between_bytes, planner="greedy")
     return make_program_plan(member.program, settings, costs=member.costs)
+
+
+@pytest.mark.parametrize(("between", "least"), [(100, 1500), (200, 1500), (300, 1600)])
+def test_what_was_in_vain_is_answered_at_once(between: int, least: int) -> None:
+    """With a least budget that leaves as many bytes while the program waits as the one that was named."""
+    known = KnownPlans()
+    known.failed(Share(1000, 200), lowtide.InfeasibleBudgetError("no", minimum_bytes=1500, budget_bytes=1000))
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        known.check(Share(least - 200, between))
+    assert caught.value.minimum_bytes == least
+    known.check(Share(least, between))
