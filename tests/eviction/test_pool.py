@@ -52,6 +52,20 @@ def test_the_earliest_goes_first_among_equals() -> None:
     assert order == [1, 2, 3, 0]
 
 
+def test_a_pool_that_was_interrupted_is_what_its_entries_say() -> None:
+    pool = Pool(heuristic="dtr")
+    chain = [Entry(size, 10) for size in (1, 2, 3)]
+    for parent, entry in zip([None, *chain], chain, strict=False):
+        entry.parents = () if parent is None else (parent,)
+        pool.enter(entry)
+    pool.evict(chain[1])
+    pool.bytes, chain[0].known_ns, chain[2].position = 77, 5, -1
+    pool.recover(chain)
+    assert (pool.bytes, list(pool)) == (4, [chain[0], chain[2]])
+    assert [pool.neighbourhood_ns(entry) for entry in chain] == [10, 0, 10]
+    assert pool.victim() is chain[2]
+
+
 @pytest.mark.parametrize("sample", [False, True])
 def test_only_what_is_allowed_is_chosen(sample: bool) -> None:
     pool = Pool(heuristic="lru", sample=sample)
