@@ -1,1 +1,1 @@
-"""lowtide inside other tools: one module per tool, imported where it is used. None is imported with ``lowtide``."""
+"""lowtide inside other tools: one module per tool, imported on demand. ``import lowtide`` imports none of them."""

@@ -1,4 +1,4 @@
-"""Where the memory of a training script goes, and what each budget would cost: from a few steps that are watched."""
+"""Where the memory of a training script goes, and what each budget would cost, from a few watched steps."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from lowtide.report.tables import fact_lines, table_lines
 from lowtide.settings import Settings
 from lowtide.units import format_bytes, format_percent
 
-SHARES = (90, 80, 70, 60, 50, 40, 30)  # percent of the peak: the budgets that are priced
+SHARES = (90, 80, 70, 60, 50, 40, 30)  # the budgets that are priced, in percent of the peak
 _MOST_ROWS = 40
-WORTHWHILE = 0.1  # the overhead up to which less memory is suggested
+WORTHWHILE = 0.1  # largest overhead of a budget that is suggested
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Watched:
     root: Root
     program: Program
     costs: Costs
-    parameters: list[nn.Parameter]  # as long as it is watched
+    parameters: list[nn.Parameter]  # while it is watched
     beside: dict[str, int]
     checkpoints: bool = False
 
@@ -55,10 +55,11 @@ class Watched:
 
 
 class Watch:
-    """Inside, what a script trains is captured at its first call, and again at one of twice the arguments (the first may have
-    asked for a shape with one row), and runs as it is; after ``steps`` steps ``Enough`` is raised.
+    """A context that captures what a script trains, at its first call and again at one with twice the arguments (the
+    first may have asked for a shape, with one row). The script runs unchanged. After ``steps`` steps, ``Enough`` is
+    raised.
 
-    A step is one of an optimizer, or a backward pass where there is no optimizer. ``watched`` holds what was captured.
+    A step is one of an optimizer, or a backward pass if there is no optimizer. ``watched``: what was captured.
     """
 
     def __init__(self, steps: int, say: Callable[[str], None]) -> None:
@@ -92,7 +93,7 @@ class Watch:
             parameters, costs = list(module.parameters()), program_costs(program)
             beside = {"parameters": _tensor_bytes(parameters), "buffers": _tensor_bytes(module.buffers())}
             beside["gradients, within the pass"] = _tensor_bytes(one for one in parameters if one.requires_grad)
-            inside = set(map(id, module.modules()))  # what was called by itself before, and this at a smaller call
+            inside = set(map(id, module.modules()))  # replaces its submodules, and its own smaller call
             self.watched = [one for one in self.watched if id(one.root.module()) not in inside]
             self.watched.append(Watched(root, program, costs, parameters, beside, is_left_to_plan(module)))
         if root.outside:
@@ -121,22 +122,23 @@ class Watch:
 
 
 def _tensor_bytes(values: Iterable[Any]) -> int:
-    """Of the storages behind the tensors among ``values``."""
+    """Bytes of the storages behind the tensors among ``values``."""
     return held_bytes(value for value in values if isinstance(value, torch.Tensor))
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``plain``: the plan without recomputation, with the curve; ``suggested`` the point of it that is advised, if one is."""
+    """The advice for one module. ``plain``: the plan without recomputation. ``curve``: the price of each budget.
+    ``suggested``: the point of the curve that is advised, or ``None``."""
 
     watched: Watched
     plain: Plan
     curve: Curve
     suggested: CurvePoint | None
-    report: Report  # of the plan for what is suggested
+    report: Report  # of the suggested plan
 
     def text(self, script: str) -> str:
-        """What goes where, module by module, what each budget costs, and the command to type for ``script``."""
+        """A text with the memory of each module, the cost of each budget, and the command to type for ``script``."""
         root = self.watched.root
         facts = {name: format_bytes(count) for name, count in self.watched.beside.items() if count}
         measured = "" if root.measured_bytes is None else f", {format_bytes(root.measured_bytes)} measured"
@@ -171,7 +173,7 @@ def _modules(plan: Plan) -> list[str]:
 
 
 def advise(watched: Watched, on_progress: Progress | None = None) -> Advice:
-    """Price the budgets of ``SHARES`` for what was watched: seconds for each."""
+    """Price the budgets in ``SHARES`` for a watched module. Takes seconds for each."""
     program, costs = watched.program, watched.costs
     plain = make_program_plan(program, Settings(budget="100%"), costs=costs)
     whole = plain.unconstrained_peak_bytes

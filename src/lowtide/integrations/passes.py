@@ -1,4 +1,4 @@
-"""What trainers' callbacks report: predicted and measured peak and overhead of the passes of a training step."""
+"""Figures for trainers' callbacks: predicted and measured peak and overhead of the passes of a training step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from lowtide.runtime.planned import Planned
 
 
 class PassMeter:
-    """Peak and time of the forward and backward passes of a step.
+    """Measures peak and time of the forward and backward passes of a step.
 
-    Callbacks call ``begin`` before the first of them, ``stop`` after each, ``start`` before a further one, and ``end`` after
-    the last. ``peak_bytes`` is the highest above the level at the start, ``time_ns`` that of the last pass. ``history`` has
-    every step as (its number, peak bytes), but for those in which operators were measured for a plan. Bytes are those of an
-    accelerator's allocator, or on the CPU exact where lowtide's counter can be installed.
+    Callbacks call ``begin`` before the first pass, ``stop`` after each, ``start`` before each further one, and ``end``
+    after the last. ``peak_bytes``: the highest level above that at the start of a pass. ``time_ns``: the duration of
+    the last pass. ``history``: (step number, peak bytes) of every step, except steps in which operators were measured
+    for a plan. Bytes are those of the accelerator's allocator, or on the CPU exact if lowtide's counter can be
+    installed.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class PassMeter:
         self._plans = 0
         self._window: PeakWindow | None = None
         self._start_ns: int | None = None
-        _meter()  # counts from now on
+        _meter()  # installs the counter
 
     def begin(self, model: nn.Module) -> None:
         self.peak_bytes, self._plans = 0, _plan_count(model)
@@ -42,7 +43,7 @@ class PassMeter:
         self._start_ns = time.monotonic_ns()
 
     def stop(self) -> None:
-        """Without a ``start`` before, does nothing."""
+        """End a pass. Does nothing without a ``start`` before."""
         if self._start_ns is None:
             return
         _meter()
@@ -53,17 +54,17 @@ class PassMeter:
         self._start_ns = self._window = None
 
     def end(self, model: nn.Module, step: int) -> bool:
-        """Whether the step counts."""
+        """End a step. Returns whether it counts, that is, no plan was made in it."""
         counts = _plan_count(model) == self._plans
         if counts:
             self.history.append((step, self.peak_bytes))
         return counts
 
     def figures(self, model: nn.Module, peak_bytes: int) -> dict[str, float]:
-        """What a log shows, in MiB and fractions; empty as long as nothing ran by a plan.
+        """Figures for a log, in MiB and fractions; empty if no call has run by a plan.
 
-        The measured overhead is the last pass's time over the sum of the operators' own measured times without
-        recomputation: whatever else the step does is in it too.
+        The measured overhead is the last pass's time divided by the sum of the operators' measured times without
+        recomputation, minus 1. It includes everything else that the step does.
         """
         plans = latest_plans(model)
         if not plans:
@@ -86,7 +87,7 @@ def _mib(nbytes: int) -> float:
 
 
 def _meter() -> Meter | None:
-    """Of the current accelerator once the program uses it and it is idle, else of the CPU."""
+    """The meter of the current accelerator, synchronized, if the program uses one; else that of the CPU."""
     accelerator = accelerator_in_use()
     if accelerator is None:
         return meter_of(torch.device("cpu"))
@@ -95,7 +96,7 @@ def _meter() -> Meter | None:
 
 
 def latest_plans(model: nn.Module) -> list[Plan]:
-    """For every rematerialized module in ``model``, the plan that its last call ran."""
+    """For every rematerialized module in ``model``, the plan of its last call."""
     return [runtime.latest.plan for runtime in _runtimes(model) if runtime.latest is not None]
 
 
@@ -104,7 +105,7 @@ def _plan_count(model: nn.Module) -> int:
 
 
 def _runtimes(model: nn.Module) -> Iterator[Planned]:
-    """The planned forwards in ``model``, those of parts included."""
+    """The planned forwards in ``model``, including those of parts."""
     for module in model.modules():
         runtime = runtime_of(module)
         if runtime is not None:

@@ -1,6 +1,6 @@
-"""Lightning: a callback that logs what plans promised and what the steps took.
+"""Lightning: a callback that logs what plans predicted and what steps took.
 
-The model is made and rematerialized in ``configure_model``; ``Trainer(callbacks=[LowtideCallback()])`` is for the figures.
+Make and rematerialize the model in ``configure_model``; add ``Trainer(callbacks=[LowtideCallback()])`` for the figures.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _Callback: Any = require("pytorch_lightning").Callback
 class LowtideCallback(_Callback):  # type: ignore[misc]
     """Logs predicted and measured peak and overhead of every training batch through the module's logger.
 
-    The measured peak is that of the batch's pass, with what ``training_step`` allocates around the model. ``history`` keeps
-    every batch as (global step before it, peak bytes), but for those in which operators were measured for a plan.
+    The measured peak is that of the batch's pass, including what ``training_step`` allocates around the model.
+    ``history``: (global step before it, peak bytes) of every batch, except batches in which operators were measured for
+    a plan.
     """
 
     def __init__(self) -> None:

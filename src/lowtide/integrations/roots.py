@@ -1,8 +1,8 @@
-"""The modules that a program trains, found as they are called, so that a script can be planned or watched as it is.
+"""Find the modules that a program trains when they are called, to plan or watch an unchanged script.
 
-A root is a module that is called in training mode with gradients enabled, has parameters that require one, and is not inside
-the call of another root. It is found by its first call: inside ``Roots``, ``nn.Module.__call__`` is a function that looks at
-three flags, and goes on as before for everything that is no root. No hook is registered, and nothing is left in a model.
+A root is a module that is called in training mode with gradients enabled, has parameters that require one, and is not
+inside the call of another root. It is found by its first call: inside ``Roots``, a function replaces
+``nn.Module.__call__`` that checks three flags and changes nothing for other modules. Models get no hooks.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.parts.submodules import is_one_operator
 
 _Call = Callable[..., Any]
-_MOST_GONE = 16  # models of one class that were found and are no more
+_MOST_GONE = 16  # former models of one class, from which on no more are planned
 _COME_AND_GO = "models of this class come and go, and a plan for each would take longer than it lasts"
 
 
 class Root:
-    """What is known of a trained ``module``, of class ``kind``. ``outside``: why it runs without a plan, or empty.
-
-    ``plan`` is the one of the largest pass so far and ``plans`` how many there are; ``measured_bytes`` the highest peak of a
-    pass in which it was called once and no plan was made, where the memory is the CPU's. ``too_small``: the error of a budget
-    in percent, which ends the script where a backward pass begins. ``asks_again``: what was found is of a pass with
-    ``tried_bytes`` of arguments, and may be something else of a much larger one, where parameters weigh less: so is one after
-    a call without a plan that left ``much_bytes`` (for its backward pass, say) of which the latest left ``held_bytes``.
-    """
+    """What is known of a trained ``module`` of class ``kind``. ``outside``: why it runs without a plan, or empty.
+    ``in_parts``: how it runs if not as a whole, and why. ``plan``: that of the largest pass so far; ``plans``: how many
+    there are. ``measured_bytes``: the highest peak of passes on the CPU that called it once and made no plan.
+    ``too_small``: the error of a budget in percent, raised when a backward pass begins. ``asks_again``: look again at a
+    much larger pass than that with ``tried_bytes`` of arguments, as the answer may change with size. A pass also counts
+    as much larger if the latest call without a plan left ``held_bytes`` (for its backward pass, say) of at least
+    ``much_bytes``."""
 
     def __init__(self, module: nn.Module, number: int, compiled: bool) -> None:
         self.module = weakref.ref(module)
@@ -62,16 +61,16 @@ class Root:
         self.calls = self.planned_calls = self.plans = 0
         self.plan: Plan | None = None
         self.measured_bytes: int | None = None
-        self.in_parts = ""  # into how many a model was taken apart, and why
+        self.in_parts = ""  # how it runs if not as a whole, and why
         self._ran = 0
 
     def is_found_again(self, arguments: Any) -> bool:
-        """Whether the budget was too small so far, say, and this is a much larger pass, or the latest was."""
+        """Whether to look again, since this pass or the latest one is much larger."""
         is_larger = bytes_of(arguments) >= 2 * self.tried_bytes or self.held_bytes >= self.much_bytes > 0
         return self.asks_again and is_larger
 
     def note(self, runtime: Rematerialized | None) -> None:
-        """What the latest call ran, by the planned forward that the module has."""
+        """Note what the latest call ran. ``runtime``: the module's planned forward, if any."""
         self.calls += 1
         if runtime is None:
             return
@@ -94,8 +93,8 @@ class Root:
 
 @contextlib.contextmanager
 def refused(root: Root) -> Iterator[None]:
-    """Inside, what keeps a model from being planned becomes what is told of it, and training goes on without a plan. A budget
-    that is too small is an error still."""
+    """A context that turns errors of planning into ``root.outside``, so that training goes on without a plan. Only a
+    budget that is too small stays an error."""
     try:
         yield
     except InfeasibleBudgetError:
@@ -103,31 +102,31 @@ def refused(root: Root) -> Iterator[None]:
         raise
     except LowtideError as error:
         root.outside = str(error)
-    except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+    except Exception as error:  # noqa: BLE001 - training goes on after any error
         root.outside = f"an internal error, please report it ({type(error).__name__}: {error})"
 
 
 class _Thread(threading.local):
-    inside = False  # the call of a root, or of what trains nothing
+    inside = False  # in the call of a root, or of a module that trains nothing
 
 
 class Roots(contextlib.AbstractContextManager["Roots"]):
-    """Inside, ``found(root, module, args, kwargs)`` is called for every root at its first call, before it runs, and again where
-    that says so at a much larger one; ``ended()`` after each backward pass. ``infeasible(root, error)`` is told that a later
-    call does not fit the budget, before that runs; it runs without a plan, unless this raises.
+    """A context that finds roots.
 
-    ``module`` is what is to be planned: of one that ``torch.compile`` made, the module inside. A root that has a plan runs
-    it instead of the compiled one.
+    It calls ``found(root, module, args, kwargs)`` for every root before its first call runs, and again at a much larger
+    call if the root asks for it; ``ended()`` after each backward pass; and ``infeasible(root, error)`` before a later
+    call that does not fit the budget. Unless this raises, the call runs without a plan. ``module`` is the one to plan:
+    for one made by ``torch.compile``, the module inside. A root with a plan runs that instead of compiled code.
     """
 
     def __init__(
         self, found: _Call, ended: Callable[[], None] = lambda: None, infeasible: _Call = lambda root, error: None
     ) -> None:
         self.roots: list[Root] = []
-        self.peak_bytes = 0  # of all passes in which no plan was made, above the level when they began
+        self.peak_bytes = 0  # of passes without a new plan, above the level at their start
         self.passes = 0
         self._found, self._ended, self._infeasible = found, ended, infeasible
-        self._known: MutableMapping[nn.Module, Root] = WeakIdKeyDictionary()  # modules may compare as tensors do
+        self._known: MutableMapping[nn.Module, Root] = WeakIdKeyDictionary()  # by id: modules may define equality
         self._thread = _Thread()
         self._window: PeakWindow | None = None
         self._in_pass: list[Root] = []
@@ -135,13 +134,13 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Roots:
-        meter_of(torch.device("cpu"))  # counts from now on
+        meter_of(torch.device("cpu"))  # installs the counter
         self._original: _Call = nn.Module.__call__
         call = self._patch()
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(nn.Module, "__call__", call))
             stack.enter_context(replaced(torch.autograd, "backward", self._backward(torch.autograd.backward)))
-            # Dynamo inlines the forward pass of modules that have the function that it knows.
+            # Dynamo inlines the forward pass only of modules whose ``__call__`` is this function.
             for users in (utils, nn_module):
                 stack.enter_context(replaced(users, "unpatched_nn_module_call", call))
             stack.enter_context(made_of_without_plans())
@@ -155,19 +154,19 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
     def _patch(self) -> _Call:
         original, thread, outermost = self._original, self._thread, self._outermost
 
-        # torch.profiler looks for a module under the name ``self``.
+        # torch.profiler finds modules by the name ``self``.
         def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if thread.inside or not self.training or not torch.is_grad_enabled():
                 return original(self, *args, **kwargs)
             return outermost(self, args, kwargs)
 
-        return skip(call)  # of what Dynamo compiles: what it calls may be
+        return skip(call)  # Dynamo does not compile it, but may compile its callees
 
     def _outermost(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module that is in no other root."""
+        """Call a module that is not inside a root."""
         root = self._known.get(module)
         if root is None:
-            if torch._C._current_graph_task_id() != -1:  # activation checkpointing calls it, in a backward pass
+            if torch._C._current_graph_task_id() != -1:  # called by activation checkpointing in a backward pass
                 return self._original(module, *args, **kwargs)
             parameters = list(module.parameters())
             if not parameters or is_wrapper(module) or torch.compiler.is_compiling() or is_transformed():
@@ -185,7 +184,7 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
         alike = [root for root in self.roots if root.kind == kind]
         come_and_go = sum(root.module() is None for root in alike) >= _MOST_GONE
         if come_and_go and alike[-1].outside == _COME_AND_GO:
-            return alike[-1]  # one row for all that follow
+            return alike[-1]  # share one row of the summary
         root = Root(inner, len(alike) + 1, inner is not module or inner._compiled_call_impl is not None)
         self._begin_pass(inner)
         self.roots.append(root)
@@ -204,8 +203,8 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
             self._found(root, module, args, kwargs)
 
     def _take_over(self, root: Root, module: nn.Module) -> None:
-        """Of models in a new root that were called by themselves before (to ask for the shape of what they return, say) the
-        plans end: they run as parts of it from now on."""
+        """Remove the plans of models inside a new root that were called alone before (to ask for the shape of their
+        result, say): they run as part of it now."""
         inside = set(map(id, module.modules()))
         for other in self.roots:
             inner = other.module()
@@ -224,7 +223,7 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
             try:
                 with _uncompiled(inner):
                     result = inner._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-            except (CaptureError, InfeasibleBudgetError) as error:  # other shapes or flags than there is a plan for
+            except (CaptureError, InfeasibleBudgetError) as error:  # no plan for these shapes or flags
                 if isinstance(error, InfeasibleBudgetError):
                     root.tried_bytes = bytes_of((args, kwargs))
                     self._infeasible(root, error)
@@ -244,7 +243,7 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
 
     def _begin_pass(self, module: nn.Module) -> None:
         device = next(module.parameters()).device.type
-        meter = meter_of(torch.device("cpu")) if device == "cpu" else None  # CUDA's statistics belong to the script
+        meter = meter_of(torch.device("cpu")) if device == "cpu" else None  # leave CUDA's statistics to the script
         if self._window is None and meter is not None:
             self._window, self._plans_before = PeakWindow(meter), self._plans()
 
@@ -253,7 +252,7 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
 
     def _backward(self, original: _Call) -> _Call:
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if self._thread.inside or torch._C._current_graph_task_id() != -1:  # a part of a pass
+            if self._thread.inside or torch._C._current_graph_task_id() != -1:  # inside a pass
                 return original(*args, **kwargs)
             for root in self._in_pass:
                 if root.too_small is not None:
@@ -280,12 +279,12 @@ class Roots(contextlib.AbstractContextManager["Roots"]):
 
 
 def _is_none_yet(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether a call only makes something of a model: the weight of a layer, or parameters that have no shape so far."""
+    """Whether the call only sets up a model: computes a layer's weight, or initializes lazy parameters."""
     return isinstance(module, ParametrizationList) or any(map(is_lazy, parameters))
 
 
 def bytes_of(arguments: Any) -> int:
-    """Of all tensors among the arguments of a call."""
+    """Bytes of all tensors among the arguments of a call."""
     return strided_bytes(structure.flatten(arguments)[0])
 
 
@@ -298,7 +297,7 @@ def inside_of(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _uncompiled(module: nn.Module) -> Iterator[None]:
-    """Inside, a module that ``module.compile()`` compiled in place is as it was before."""
+    """A context in which a module compiled by ``module.compile()`` runs uncompiled."""
     name = "_compiled_call_impl"
     compiled = module.__dict__.pop(name, None)
     try:
@@ -309,17 +308,17 @@ def _uncompiled(module: nn.Module) -> Iterator[None]:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether what is trained is called inside of ``module``: it distributes a model, or runs a trainer's step."""
+    """Whether ``module`` only wraps what is trained: it distributes a model, or runs a trainer's step."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return True
     if isinstance(module, nn.DataParallel):
-        return len(module.device_ids) <= 1  # of more it makes copies, each time anew
-    # A LightningModule reaches its trainer and all of its state, which no plan could be guarded by.
+        return len(module.device_ids) <= 1  # with more devices it makes copies in each call
+    # A LightningModule refers to its trainer with all its state, which guards could not cover.
     return any(kind.__name__ in ("LightningModule", "DeepSpeedEngine") for kind in type(module).__mro__)
 
 
 def not_planned(module: nn.Module) -> str:
-    """Why it is not even tried to plan a module; empty if it is."""
+    """Why planning a module is not even tried; empty if it is."""
     if is_one_operator(module):
         return "it is one operator, of which there is nothing to run again"
     if isinstance(module, nn.DataParallel):

@@ -20,11 +20,12 @@ _OVER = 0.01  # of the budget is not worth a line
 
 
 def planned_roots(settings: Mapping[str, Any], skip: Collection[str], say: Callable[[str], None]) -> Roots:
-    """Inside, what a script trains is rematerialized with these ``settings``, at its first call; what cannot be runs as it is.
+    """A context that rematerializes what a script trains, with these ``settings``, at its first call; models that
+    cannot be planned run as they are.
 
-    ``skip``: names of classes to leave alone. ``say`` is told of each model what becomes of it. A budget that is too small for
-    one is the script's ``InfeasibleBudgetError``: one in percent where a backward pass begins, since the call may only ask for
-    shapes, and not for what is little.
+    ``skip``: names of classes to leave alone. ``say`` gets a text on each model. If the budget is too small for a
+    model, the script gets an ``InfeasibleBudgetError``. For a budget in percent it is raised when a backward pass
+    begins, since the call may only ask for shapes, and not for small passes.
     """
 
     told: set[str] = set()
@@ -68,8 +69,8 @@ def _plan(
 
 
 def _too_small(root: Root, error: InfeasibleBudgetError, budget: Any) -> None:
-    """Leave a root without a plan whose budget in percent is too small for a call. Raises the error of one in bytes, and where
-    the call cannot begin again."""
+    """Let a root run without a plan if its budget in percent is too small for a call. Raises the error for a budget in
+    bytes, or if the call cannot start over."""
     told = f"{root.name}: {error} (lowtide run --skip {root.kind} leaves this model alone)"
     ends = dataclasses.replace(error, message=told)
     if error.midway or not is_percentage(budget):
@@ -106,7 +107,8 @@ def facts(root: Root) -> dict[str, Any]:
 
 
 def beyond(root: Root, reserve: int | str) -> str:
-    """What to do where passes took more than the budget beside ``reserve``, which counts the model alone; else nothing."""
+    """Advice if passes took more than the budget plus ``reserve``, since the budget counts the model alone; else
+    empty."""
     plan = root.plan
     if plan is None or root.in_parts or root.measured_bytes is None or root.planned_calls == 0:
         return ""
@@ -125,7 +127,7 @@ HEADER = ("model", "without", "budget", "planned", "measured", "overhead", "plan
 
 
 def cells(root: Root) -> tuple[str, ...]:
-    """A model's row of the summary, below ``HEADER``."""
+    """A model's row of the summary, for ``HEADER``."""
     plan = root.plan
     calls = f"{root.planned_calls} of {root.calls}"
     measured = "-" if root.measured_bytes is None else format_bytes(root.measured_bytes)

@@ -1,4 +1,4 @@
-"""Hugging Face ``Trainer``: a callback that logs what plans promised and what the steps took.
+"""Hugging Face ``Trainer``: a callback that logs what plans predicted and what steps took.
 
 ``Trainer(model=lowtide.rematerialize(model, budget="40%"), callbacks=[LowtideCallback()])``; nothing else is needed.
 """
@@ -18,9 +18,10 @@ _TrainerCallback: Any = require("transformers").TrainerCallback
 class LowtideCallback(_TrainerCallback):  # type: ignore[misc]
     """Adds predicted and measured peak and overhead to every log of a ``Trainer``.
 
-    The measured peak is the highest of all passes since the last log, with what the trainer itself allocates around the model.
-    ``history`` keeps every step as (global step, peak bytes), but for those in which operators were measured for a plan.
-    Reporters that stand before this callback have seen a log already when it is added to; ``state.log_history`` always has it.
+    The measured peak is the highest of all passes since the last log, including what the trainer allocates around the
+    model. ``history``: (global step, peak bytes) of every step, except steps in which operators were measured for a
+    plan. Reporters that come before this callback see a log before the figures are added; ``state.log_history`` always
+    has them.
     """
 
     def __init__(self) -> None:
