@@ -1,8 +1,8 @@
 """One model at every batch size: graph and costs, without a capture for each.
 
-Two small batches are captured and measured. Where both give the same operators in the same order, all that changes from batch
-to batch are numbers on a line through the two: bytes exactly so, times and workspaces about. Where they do not, every batch is
-captured for itself. What is decided here is confirmed on a capture of the batch that is answered (``batches.find``).
+Two small batches are captured and measured. If both give the same operators in the same order, all numbers for other
+batches lie on a line through the two: bytes exactly, times and workspaces approximately. If not, every batch is
+captured. The final answer is confirmed by a capture of that batch (``batches.find``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Member:
 
 
 class Family:
-    """``member(batch)`` for any batch size; ``captured(batch)`` never estimates. ``settings`` tell the second memory."""
+    """``member(batch)``: the program for any batch size; ``captured(batch)`` never estimates. ``settings``: for the
+    second memory."""
 
     def __init__(
         self, model: nn.Module, samples: Samples, settings: Settings, on_progress: Progress | None = None
@@ -61,17 +62,17 @@ class Family:
         self.uniform = self.belongs(self.second)
 
     def belongs(self, member: Member) -> bool:
-        """Whether ``member`` runs the operators of the others: a schedule of theirs is one of its own."""
+        """Whether ``member`` has the same operators as the others, so that their schedules are valid for it."""
         return _shape_free(self.first.graph) == _shape_free(member.graph)
 
     def refine(self, member: Member) -> None:
-        """From now on, draw the lines through ``member``."""
+        """Use ``member`` as the second point of the lines from now on."""
         if self.uniform and self.belongs(member) and member.batch > self.second.batch:
             self.second = member
             self.member = functools.cache(self._member)
 
     def captured(self, batch: int) -> tuple[Captured, Member]:
-        """The call with ``batch``, its operators measured where the device has room for the largest of them."""
+        """Capture the call with ``batch``. Operators are measured if the device has room for the largest of them."""
         args, kwargs = self.samples.fake(batch)
         with torch.enable_grad():
             captured = capture(self.model, args, kwargs)
@@ -86,7 +87,7 @@ class Family:
         first, second = self.first, self.second
 
         def line(low: Any, high: Any) -> Any:
-            """Rounded up, so that memory is never promised too small."""
+            """Rounded up, so that memory is never underestimated."""
             run = second.batch - first.batch
             return np.maximum(0, low - (high - low) * (first.batch - batch) // run)
 
@@ -98,14 +99,14 @@ class Family:
 
 
 def _shape_free(graph: Graph) -> Graph:
-    """The graph without what batch sizes change."""
+    """The graph without shapes and names, which differ between batch sizes."""
     values = tuple(dataclasses.replace(value, shape=(), name="") for value in graph.values)
     ops = tuple(dataclasses.replace(op, name="") for op in graph.ops)
     return dataclasses.replace(graph, values=values, ops=ops)
 
 
 def _has_room(program: Program) -> bool:
-    """Whether any operator could run by itself, with as much again for its workspace."""
+    """Whether any operator could run alone, with a workspace as large as its operands."""
     device = program_device(program)
     values = (
         {program.graph.values[v].storage: program.metas[v].storage_bytes for v in (*op.inputs, *op.outputs)}

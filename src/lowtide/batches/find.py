@@ -1,4 +1,4 @@
-"""``max_batch``: planning, turned around. Not the quickest schedule for a batch, but the largest batch for a memory."""
+"""``max_batch``: find the largest batch for a memory budget, instead of the quickest schedule for a batch."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from lowtide.solve import working_set_bound
 from lowtide.units import format_bytes, format_percent
 
 _LOG = logging.getLogger(__name__)
-_FRACTIONS = 4  # halvings of the share of the peak that the first guess is made from
-_FIRST_STEP = 32  # the first step away from a guess is this part of it
-_STEP_BACK = 64  # a batch that fails its confirmation is lowered by this part of it
+_FRACTIONS = 4  # bisections of the share of the peak, for the first guess
+_FIRST_STEP = 32  # the first step away from a guess is 1/32 of it
+_STEP_BACK = 64  # a batch that fails its confirmation is lowered by 1/64
 ONE_FORWARD_PASS = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaxBatch(Shown):
-    """The largest batches that train inside ``budget_bytes`` (``total``: of everything, else of the pass alone).
+    """The largest batches that train inside ``budget_bytes``, which cover everything if ``total``, else the pass alone.
 
-    ``batch_without`` is the largest without lowtide, 0 where not even one sample fits. ``plan`` is the plan for ``batch``, its
-    peak and overhead predicted; ``measured_peak_bytes`` that of one real step, ``None`` where the device had no room for it.
-    ``limited``: larger batches were not tried.
+    ``batch_without``: the largest batch without lowtide, 0 if not even one sample fits. ``plan``: the plan for
+    ``batch``, with predicted peak and overhead. ``measured_peak_bytes``: the peak of one real step, ``None`` if the
+    device had no room for it. ``limited``: larger batches were not tried.
     """
 
     batch: int
@@ -54,12 +54,12 @@ class MaxBatch(Shown):
 
     @property
     def gain(self) -> float:
-        """How many times larger the batch is; infinite where nothing fits without lowtide."""
+        """How many times larger the batch is; infinite if nothing fits without lowtide."""
         return self.batch / self.batch_without if self.batch_without else float("inf")
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Of a pass of ``batch`` under the plan."""
+        """The peak of a pass of ``batch`` with the plan."""
         return self.plan.peak_bytes
 
     @property
@@ -101,19 +101,17 @@ def max_batch(
     offload_budget: int | str | None = None,
     on_progress: Progress | None = None,
 ) -> MaxBatch:
-    """The largest batch that ``model`` trains with inside a memory budget, with lowtide and without.
+    """The largest batch with which ``model`` trains inside a memory budget, with lowtide and without.
 
-    ``make_sample(batch)`` returns ``(args, kwargs)`` of a call with that many samples. ``total_budget`` and ``budget`` are
-    those of ``lowtide.rematerialize``, in bytes. ``max_overhead`` is the most extra time that a step may take, as a fraction:
-    a third is about one more forward pass, ``None`` is any. ``planner``: a more patient one may find a few percent more, and
-    is asked about ten times. Up to ``limit`` samples are tried. ``offload`` and ``offload_budget`` as for
-    ``lowtide.rematerialize``: what a pass needs later may move away and back.
+    ``make_sample(batch)`` returns ``(args, kwargs)`` of a call with that many samples. ``total_budget`` and ``budget``:
+    as for ``lowtide.rematerialize``, in bytes. ``max_overhead``: the most extra time that a step may take, as a
+    fraction: a third is about one more forward pass, ``None`` is no limit. ``planner``: asked about ten times; a slower
+    one may find a few percent more. ``limit``: the largest batch that is tried. ``offload`` and ``offload_budget``: as
+    for ``lowtide.rematerialize``; tensors needed later may move away and back.
 
-    Batches are planned on captured graphs and allocate nothing; the answer is confirmed by a capture of its own and, where
-    the device has the memory, by one measured step. The model is left as it is.
-
-    Raises ``InfeasibleBudgetError`` where not even one sample fits, ``PlanError`` for a budget in percent or a ``make_sample``
-    that fails.
+    Batches are planned on captured graphs, without allocation. The answer is confirmed by its own capture and, if the
+    device has the memory, by one measured step. The model is left unchanged. Raises ``InfeasibleBudgetError`` if not
+    even one sample fits, and ``PlanError`` for a budget in percent or a ``make_sample`` that fails.
     """
     require_module(model, "max_batch(make_sample, model)")
     given = budget if budget is not None else total_budget
@@ -121,7 +119,7 @@ def max_batch(
         raise PlanError('max_batch needs a budget in bytes, such as "8GiB": a percentage would grow with the batch.')
     budget_bytes = 0 if given is None else parse_budget(given, None)
     asked: dict[str, Any] = {"offload": offload, "offload_budget": offload_budget, "planner": planner, "seed": seed}
-    settings = Settings(budget=budget, total_budget=total_budget, **asked)  # which needs one of both budgets
+    settings = Settings(budget=budget, total_budget=total_budget, **asked)  # raises without a budget
     if max_overhead is not None and not is_amount(max_overhead):
         raise PlanError(
             f"max_overhead is {max_overhead!r}, but is a fraction from 0 on, such as 0.33, or None for any."
@@ -141,19 +139,19 @@ class _Search:
         self.family, self.settings, self.limit = family, settings, limit
         self.budget_bytes, self.max_overhead = budget_bytes, max_overhead
         self.total = settings.budget is None
-        self.plans: list[Plan] = []  # found so far; the schedules of a uniform family hold for every batch
+        self.plans: list[Plan] = []  # found so far; in a uniform family valid for every batch
 
     def run(self) -> MaxBatch:
         without = self._without()
         best = self._confirmed(largest(self._passes, self._guess(max(without, 1)), self.limit), without)
         if best is None:
             raise self._infeasible()
-        # Costs measured at a large batch say more about its neighbours than those of small ones do.
+        # Costs measured at a large batch predict those of nearby batches better than small ones do.
         further = largest(self._passes, best.batch, self.limit)
         return self._confirmed(further, without, above=best.batch) or best
 
     def _confirmed(self, batch: int, without: int, above: int = 0) -> MaxBatch | None:
-        """The first batch from ``batch`` down to ``above`` that holds when captured by itself."""
+        """The first batch from ``batch`` down to ``above`` that fits when captured itself."""
         for lower in _downwards(batch, above):
             captured, member = self.family.captured(lower)
             self.family.refine(member)
@@ -175,7 +173,7 @@ class _Search:
         return self.budget_bytes - (member.resident_bytes if self.total else 0)
 
     def _without(self) -> int:
-        """The largest batch that fits without recomputation, confirmed on a capture of its own."""
+        """The largest batch that fits without recomputation, confirmed by its own capture."""
 
         def fits(member: Member) -> bool:
             return member.unconstrained_bytes <= self._room(member)
@@ -184,7 +182,7 @@ class _Search:
         return next((lower for lower in _downwards(batch) if fits(self.family.captured(lower)[1])), 0)
 
     def _guess(self, batch: int) -> int:
-        """The share of the peak that is enough for ``batch`` is about enough for others."""
+        """A first guess. The share of the peak that suffices for ``batch`` is about enough for other batches."""
         if not self.family.uniform:
             return batch
         member = self.family.member(batch)
@@ -205,7 +203,7 @@ class _Search:
         return (self._found_before(member) or self._solved(member, self._room(member))) is not None
 
     def _found_before(self, member: Member) -> Plan | None:
-        """The latest of the schedules found so far that fits ``member`` too."""
+        """The latest known schedule that fits ``member`` too, as a plan."""
         room, memory = self._room(member), member.costs.second_memory
         capacity = None if memory is None else memory.capacity_bytes
         for plan in reversed(self.plans if self.family.uniform else []):
@@ -217,7 +215,7 @@ class _Search:
         return None
 
     def _solved(self, member: Member, room: int) -> Plan | None:
-        """What the planner finds within ``room`` bytes and the greatest overhead."""
+        """The planner's plan within ``room`` bytes and the largest overhead, or ``None``."""
         if room < working_set_bound(member.graph, member.costs):
             return None
         settings = self.settings
@@ -234,7 +232,7 @@ class _Search:
         )
 
     def _measured(self, batch: int, captured: Captured, plan: Plan) -> int | None:
-        """The peak of a real step, where the device is real and has the memory."""
+        """The peak of a real step, if the device exists and has the memory."""
         program = captured.program
         device = program_device(program)
         free = free_memory(device)
@@ -255,17 +253,17 @@ class _Search:
 
 
 def _downwards(batch: int, above: int = 0) -> Iterator[int]:
-    """The batches to confirm from ``batch`` on, as long as none holds."""
+    """The batches to try for confirmation, from ``batch`` down to above ``above``."""
     while batch > above:
         yield batch
         batch -= max(1, batch // _STEP_BACK)
 
 
 def largest(passes: Callable[[int], bool], guess: int, limit: int) -> int:
-    """The largest number from 1 to ``limit`` that passes, 0 where 1 does not; every number below one that passes must pass.
+    """The largest number from 1 to ``limit`` that passes, 0 if 1 does not. All numbers below one that passes must pass.
 
-    Steps that double lead away from ``guess``, up or down, until the answer lies between two of them; then halving. So a
-    guess of 1 is an exponential search, and a good guess takes a few tests.
+    Steps away from ``guess`` double, up or down, until the answer lies between two of them; then bisection. A guess of
+    1 gives exponential search; a good guess needs few tests.
     """
     guess = min(max(guess, 1), limit)
     step = max(1, guess // _FIRST_STEP)

@@ -1,8 +1,8 @@
-"""Samples of any batch size without their memory.
+"""Samples of any batch size, without their memory.
 
-The user's function runs on fake tensors, and floating-point ones stay fake. Integers get values, since a program may ask about
-them ("is this mask all ones?"): those of a small real sample, repeated. A function that cannot run on fake tensors, or whose
-integers cannot come from a smaller sample's, runs for real.
+The user's function runs on fake tensors, and floating-point results stay fake. Integers get values, since a program may
+ask about them ("is this mask all ones?"): those of a small real sample, repeated. If the function cannot run on fake
+tensors, or a small sample's integers do not fit, it runs on real ones.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ MakeSample: TypeAlias = Callable[[int], Sample]
 
 
 class Samples:
-    """``fake(batch)``: a sample to capture with. ``real(batch)``: what the user's function returns."""
+    """``fake(batch)``: a sample for capture. ``real(batch)``: the result of the user's function."""
 
     def __init__(self, make_sample: MakeSample, small: int) -> None:
         self.make_sample = make_sample
         self.small, _ = structure.flatten_distinct(self.real(small))
 
     def real(self, batch: int) -> Sample:
-        """Raises ``PlanError`` where the function raises, or returns anything but ``(args, kwargs)``."""
+        """A real sample. Raises ``PlanError`` if the function raises, or does not return ``(args, kwargs)``."""
         with generators.all_kept():
             return _called(self.make_sample, batch)
 
     def fake(self, batch: int) -> Sample:
-        """Of the same structure and layouts as ``real(batch)``, its floating-point tensors fake."""
+        """A sample with the structure and layouts of ``real(batch)`` and fake floating-point tensors."""
         fakes: list[torch.Tensor] = []
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 fakes, tree = structure.flatten_distinct(_called(self.make_sample, batch))
         except (PlanError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, PlanError) and error.__cause__ is None:
-                raise  # it runs on fake tensors, and returns no sample
+                raise  # it ran, but did not return a sample
         tensors = [self._with_values(fake, index) for index, fake in enumerate(fakes)]
         if not fakes or any(tensor is None for tensor in tensors):
             found, tree = structure.flatten_distinct(self.real(batch))
@@ -77,7 +77,7 @@ def _carries_no_answers(tensor: torch.Tensor) -> bool:
 
 
 def _repeated(small: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """``small`` repeated along every dimension in which ``like`` is larger; ``None`` where they do not belong together."""
+    """``small`` repeated along every dimension in which ``like`` is larger; ``None`` if the two do not match."""
     if small.dim() != like.dim() or small.dtype != like.dtype or small.device != like.device or 0 in small.shape:
         return None
     counts = [-(-size // have) for size, have in zip(like.shape, small.shape, strict=True)]

@@ -1,4 +1,4 @@
-"""One measured step of a planned program, which leaves the model as it was."""
+"""Measure one step of a planned program without changing the model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lowtide.runtime.programs.entry import lowered
 
 
 def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Sample) -> int:
-    """The exact peak of one forward and backward pass of ``plan`` on a real ``sample``.
+    """The exact peak in bytes of one forward and backward pass of ``plan`` on a real ``sample``.
 
-    Parameters take part as new leaves on their own memory, buffers as copies, so that gradients, hooks of the user's and
-    statistics are left alone; so are tensors in attributes.
+    Parameters take part as new leaves on the same memory, buffers and tensors in attributes as copies. So gradients,
+    the user's hooks and statistics stay unchanged.
     """
     state = model_state(model)
     parameters = [t.detach().requires_grad_(t.requires_grad) for t in state.tensors[: state.parameters]]
@@ -33,7 +33,7 @@ def measured_peak(model: nn.Module, captured: Captured, plan: Plan, sample: Samp
     tensors, _ = flat_arguments(*sample, state.tensors)
     own = [*parameters, *buffers, *tensors]
     found = captured.contract.flat_inputs(model, own)
-    assert found is not None  # the model is as it was captured
+    assert found is not None  # the model is unchanged since the capture
     inputs = [*own, *(t.detach().clone().requires_grad_(t.requires_grad) for t in found[len(own) :])]
     with generators.all_kept(), torch.enable_grad():
         peak = measure(_step, lowered(captured.program, plan, None), inputs).peak_bytes
