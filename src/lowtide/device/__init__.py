@@ -1,4 +1,5 @@
-"""What lowtide asks of devices: names, sizes and levels of memory, clocks, generators. Another accelerator is one file here."""
+"""Everything that lowtide needs of devices: names, sizes and levels of memory, clocks, generators. A new accelerator is
+one file here."""
 
 from lowtide.device.accelerator import Accelerator
 from lowtide.device.interface import DeviceInterface

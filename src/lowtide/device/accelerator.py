@@ -1,7 +1,7 @@
-"""Any accelerator, by what ``torch.accelerator`` tells of its allocator and its queues.
+"""Any accelerator, through ``torch.accelerator``'s view of its allocator and queues.
 
-Generators and names are no part of that: they come from the device's own module (``torch.xpu``, say), by the words on which
-these modules agree.
+Generators and names are not part of that. They come from the device's own module (``torch.xpu``, say), by names that
+these modules share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from lowtide.device.interface import DeviceInterface
 from lowtide.errors import PlanError
 
-_SWEPT = 4  # times the size of its cache
+_SWEPT = 4  # size of the sweep buffer, in cache sizes
 
 
 class Accelerator(DeviceInterface):
@@ -39,7 +39,7 @@ class Accelerator(DeviceInterface):
 
     @functools.cached_property
     def granularity_bytes(self) -> int:  # type: ignore[override]
-        """Seen from an allocation of one byte."""
+        """Measured by an allocation of one byte."""
         before = self.allocated_bytes()
         block = torch.UntypedStorage(1, device=self.device)  # type: ignore[no-untyped-call]
         taken = self.allocated_bytes() - before
@@ -48,7 +48,7 @@ class Accelerator(DeviceInterface):
 
     @functools.cached_property
     def has_statistics(self) -> bool:
-        """Whether PyTorch tells how much its allocator has handed out."""
+        """Whether PyTorch reports how much its allocator has handed out."""
         try:
             self.allocated_bytes()
         except (RuntimeError, NotImplementedError, ValueError):
@@ -56,23 +56,23 @@ class Accelerator(DeviceInterface):
         return True
 
     def allocated_bytes(self) -> int:
-        """What the allocator has handed out and not got back."""
+        """Bytes that the allocator has handed out and not received back."""
         return self._statistic("allocated_bytes", "current")
 
     def peak_bytes(self) -> int:
-        """The most of that since ``reset_peak``."""
+        """The most allocated bytes since ``reset_peak``."""
         return self._statistic("allocated_bytes", "peak")
 
     def reserved_bytes(self) -> int:
-        """What the allocator has taken from the device, to hand it out."""
+        """Bytes that the allocator has taken from the device."""
         return self._statistic("reserved_bytes", "current")
 
     def reserved_peak_bytes(self) -> int:
-        """The most of that since ``reset_peak``."""
+        """The most reserved bytes since ``reset_peak``."""
         return self._statistic("reserved_bytes", "peak")
 
     def reset_peak(self) -> None:
-        """Both peaks are the levels of now."""
+        """Set both peaks to the present levels."""
         torch.accelerator.reset_peak_memory_stats(self.device)
 
     def total_bytes(self) -> int | None:
@@ -80,7 +80,7 @@ class Accelerator(DeviceInterface):
         return None if memory is None else memory[1]
 
     def free_bytes(self) -> int | None:
-        """What is free on the device, and what its allocator keeps for later."""
+        """Free bytes of the device, plus those that its allocator caches."""
         memory = self._memory()
         return None if memory is None else memory[0] + self.reserved_bytes() - self.allocated_bytes()
 
@@ -88,8 +88,8 @@ class Accelerator(DeviceInterface):
         torch.accelerator.empty_cache()
 
     def _statistic(self, name: str, kind: str) -> int:
-        """What ``torch.accelerator.memory_stats`` has, without its sorted copy of them all: online, it is asked for around
-        every operator."""
+        """A value of ``torch.accelerator.memory_stats``, without its sorted copy of all values: online mode reads it
+        around every operator."""
         if not torch._C._accelerator_isAllocatorInitialized():
             return 0
         return int(torch._C._accelerator_getDeviceStats(self.device.index)[name]["all"][kind])
@@ -101,8 +101,8 @@ class Accelerator(DeviceInterface):
             return None
 
     def warm_up(self) -> None:
-        """Workspaces of cuBLAS, say: plans know nothing of them. The forward pass and the backward pass run in threads of their
-        own, and each has its own."""
+        """Make libraries allocate their workspaces now (cuBLAS, say), since plans do not contain them. The forward and
+        the backward pass run in different threads, each with its own workspaces."""
         if not self._is_warm:
             with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
                 matrix = torch.ones(16, 16, device=self.device, requires_grad=True)
@@ -115,22 +115,22 @@ class Accelerator(DeviceInterface):
         torch.accelerator.synchronize(self.device)
 
     def sweep(self) -> None:
-        """What is timed next finds its arguments outside of the device's cache, as in a step, and the device busy, so that the
-        time to launch it is hidden. Takes no memory that stays; where there is none, it does nothing."""
+        """Evict arguments from the device's cache, as in a step, and keep the device busy, so that launch latency is
+        hidden. Uses only temporary memory; does nothing if there is none."""
         with contextlib.suppress(torch.OutOfMemoryError):
             if self.cache_bytes:
                 torch.empty(_SWEPT * self.cache_bytes, dtype=torch.uint8, device=self.device).zero_()
 
     @functools.cached_property
     def cache_bytes(self) -> int:
-        """Of its last level; 0 where it does not tell."""
+        """Size of the last-level cache; 0 if unknown."""
         return int(getattr(self._properties(), "L2_cache_size", 0))
 
     def _properties(self) -> Any:
         return getattr(self.module, "get_device_properties", lambda device: None)(self.device)
 
     def timed_ns(self, call: Callable[[], Any]) -> int:
-        """On the device's own clock."""
+        """Time of ``call`` on the device's own clock."""
         start, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         stream = torch.accelerator.current_stream(self.device)
         start.record(stream)

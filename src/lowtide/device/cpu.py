@@ -1,4 +1,4 @@
-"""The CPU. Its allocator has no statistics: bytes are told by the counter of ``memory.cpu_allocator``."""
+"""The CPU. Its allocator has no statistics; ``memory.cpu_allocator`` counts bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Cpu(DeviceInterface):
     """The machine's memory and processors."""
 
     def name(self) -> str:
-        """With the number of cores that the process may use."""
+        """The processor and the number of cores that the process may use."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return f"cpu {_processor()} {cores}"
 
@@ -26,7 +26,7 @@ class Cpu(DeviceInterface):
 
 
 def _pages(name: str) -> int | None:
-    """Bytes in that many pages of the system's."""
+    """The bytes of a number of pages that the system reports."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf(name) if hasattr(os, "sysconf") else None
 
 

@@ -1,4 +1,4 @@
-"""NVIDIA's devices, and AMD's, which PyTorch calls by the same name."""
+"""Devices of NVIDIA, and of AMD, which PyTorch also calls ``cuda``."""
 
 from __future__ import annotations
 

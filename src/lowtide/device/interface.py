@@ -1,4 +1,4 @@
-"""What a device is to everything here."""
+"""The interface of devices."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 class DeviceInterface:
-    """One device of PyTorch. What is said here holds for one without memory of its own, such as ``meta``.
+    """One device of PyTorch. The defaults are for a device without memory, such as ``meta``.
 
-    ``granularity_bytes``: its allocator hands out multiples of that. ``repeats_bits``: whether operators that
-    ``program.repeating`` lists repeat theirs. ``overlaps``: whether collectives run beside computing, whose cores a CPU's would
-    take.
+    ``granularity_bytes``: the allocator hands out multiples of it. ``repeats_bits``: whether the operators listed in
+    ``program.repeating`` give the same bits again. ``overlaps``: whether collectives run beside computation; on a CPU
+    they would take its cores.
     """
 
     granularity_bytes = 1
@@ -25,32 +25,32 @@ class DeviceInterface:
         self.device = device
 
     def name(self) -> str:
-        """As its maker names it: machines whose devices are called alike take equally long."""
+        """The maker's name. Devices with equal names are taken to be equally fast."""
         return self.device.type
 
     def total_bytes(self) -> int | None:
-        """What it has in all, as far as that is known."""
+        """The total memory in bytes, if known."""
         return None
 
     def free_bytes(self) -> int | None:
-        """What could be allocated now, as far as that is known."""
+        """The bytes that could be allocated now, if known."""
         return None
 
     def release_cached(self) -> None:
-        """Give back to the device what its allocator keeps for later."""
+        """Return memory that the allocator caches to the device."""
 
     def warm_up(self) -> None:
-        """Have libraries of kernels take now what they keep for themselves from their first call on."""
+        """Make kernel libraries allocate now what they keep from their first call on."""
 
     def synchronize(self) -> None:
-        """Wait until it has nothing left to do."""
+        """Wait until all work of the device is done."""
 
     def timed_ns(self, call: Callable[[], Any]) -> int:
-        """How long the device is busy with ``call``, whose result is dropped."""
+        """How long the device is busy with ``call``, in nanoseconds. The result is dropped."""
         start = time.perf_counter_ns()
         call()
         return time.perf_counter_ns() - start
 
     def generator(self) -> torch.Generator:
-        """What its operators draw from by default."""
+        """The default generator of the device's operators."""
         return torch.default_generator

@@ -1,6 +1,6 @@
-"""Which interface a device has, and which devices there are.
+"""The interface of each device, and the devices of this machine.
 
-A process has one type of accelerator, as PyTorch has it (``torch.accelerator``), and maybe several devices of it.
+As in PyTorch, a process has one type of accelerator (``torch.accelerator``), and maybe several devices of it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lowtide.device.cuda import Cuda
 from lowtide.device.interface import DeviceInterface
 from lowtide.errors import PlanError
 
-# By the type of the device; any other accelerator is an ``Accelerator``.
+# By device type; other accelerators get an ``Accelerator``.
 _ACCELERATORS: dict[str, type[Accelerator]] = {"cuda": Cuda}
 
 
 def interface_of(device: torch.device) -> DeviceInterface:
-    """Of a device; of an accelerator without an index, the current one."""
+    """The interface of a device. An accelerator without an index means the current one."""
     index: int | None = device.index  # PyTorch declares it an ``int``
     if device.type == _accelerator_type() and index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
@@ -29,10 +29,10 @@ def interface_of(device: torch.device) -> DeviceInterface:
 
 
 def accelerator_in_use() -> Accelerator | None:
-    """The current device of the machine's accelerator once the process uses it; before, and where there is none, ``None``."""
+    """The current device of the machine's accelerator if the process uses it; else ``None``."""
     kind = _accelerator_type()
     begun = None if kind is None else getattr(torch.get_device_module(kind), "is_initialized", None)
-    if kind is None or begun is None or not begun():  # asking does not begin it
+    if kind is None or begun is None or not begun():  # this query does not initialize it
         return None
     found = interface_of(torch.device(kind))
     return found if isinstance(found, Accelerator) else None
@@ -48,7 +48,8 @@ def accelerators() -> list[Accelerator]:
 
 
 def find(device: torch.device | str) -> DeviceInterface:
-    """The CPU or an accelerator whose memory PyTorch counts, by its name. Raises ``PlanError`` for anything else."""
+    """The interface of the CPU, or of an accelerator with memory statistics, by name. Raises ``PlanError`` for other
+    devices."""
     try:
         device = torch.device(device)
     except RuntimeError as error:
@@ -68,13 +69,14 @@ def find(device: torch.device | str) -> DeviceInterface:
 
 
 def plain_types() -> tuple[str, ...]:
-    """The types of device on which tensors of this process have memory."""
+    """The device types on which tensors of this process can have memory."""
     kind = _accelerator_type()
     return ("cpu",) if kind is None else ("cpu", kind)
 
 
 def modules() -> list[Any]:
-    """PyTorch's modules of accelerators that programs may call here: CUDA's, which is always there, and the machine's."""
+    """PyTorch's accelerator modules that programs may use here: ``torch.cuda``, which always exists, and that of the
+    machine."""
     kind = _accelerator_type()
     return [torch.cuda] if kind in (None, "cuda") else [torch.cuda, torch.get_device_module(kind)]
 
