@@ -1,8 +1,8 @@
-"""Dynamic tensor rematerialization's state and scores: which storage to evict next. No torch, no graph.
+"""State and scores of dynamic tensor rematerialization: which storage to evict next. No torch, no graph.
 
-Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv 2006.09616, section 2. Whoever runs operators (a
-planner over a static graph, a trace, a live program) tells the pool what is computed, used, evicted and released, and asks
-it for the next victim; running and freeing are the client's business.
+Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv 2006.09616, section 2. The client (a planner over
+a static graph, a trace, a live program) tells the pool what is computed, used, evicted and released, and asks it for
+the next victim. It runs operators and frees memory itself.
 """
 
 from lowtide.eviction.entry import Entry

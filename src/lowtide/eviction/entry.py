@@ -1,4 +1,4 @@
-"""A storage as the heuristics see it: its size, what computing it again costs, and what it is computed from."""
+"""A storage as the heuristics see it: its size, its recomputation cost, and what it is computed from."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Entry:
-    """Compared by identity, and made to be subclassed by whoever has more to say about a storage.
+    """A storage, compared by identity. Clients may subclass it.
 
-    ``cost_ns``: computing it again by its own operator. ``parents``: what is read for that; ``children``, kept by the pool,
-    is the inverse, in order. *Resident* (there), *evicted* (was computed, is not there, can be rebuilt) or neither: not
-    computed yet, or gone for good. ``locks`` and ``pinned`` are the client's: either keeps it from being chosen.
-    ``arrived`` numbers arrivals; among entries of equal score the least goes first, so a client may order them otherwise.
+    ``cost_ns``: the time to recompute it by its own operator. ``parents``: the entries that this reads; ``children`` is
+    the inverse, kept by the pool in order. An entry is *resident* (in memory), *evicted* (computed, not in memory, can
+    be rebuilt) or neither: not computed yet, or gone for good. ``locks`` and ``pinned`` belong to the client; either
+    prevents eviction. ``arrived`` numbers arrivals; of entries with equal scores the one with the least number is
+    evicted first, so a client may set it.
     """
 
     bytes: int = 0
@@ -26,15 +27,15 @@ class Entry:
     resident: bool = False
     evicted: bool = False
     position: int = -1  # in the pool's list of residents
-    component: Component | None = None  # the component of evicted storages that it belongs to
+    component: Component | None = None  # its component of evicted storages
     charged_ns: int = 0  # cost that the entry added to its component
-    known_ns: int = -1  # the cost of the exact neighbourhood, where it is known
+    known_ns: int = -1  # cost of the exact neighbourhood, -1 if unknown
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Component:
-    """An element of a union-find forest (Tarjan 1975); a leader knows the total of its component. Elements point
-    upwards only, so one that no entry stands for any more vanishes as soon as nobody's way leads over it."""
+    """An element of a union-find forest (Tarjan 1975). The leader has the total cost of its component. Elements only
+    refer upwards, so one without an entry is freed when no path leads through it."""
 
     total_ns: int
     leader: Component | None = None

@@ -11,12 +11,12 @@
 
 Costs and staleness (time since the last access) in nanoseconds.
 
-The *neighbourhood* is what evicting a storage may cost beyond its own computation: the evicted storages around it.
+The *neighbourhood* of a storage is the set of evicted storages around it: its eviction makes their rebuilds dearer.
 
 ``Exact`` is the evicted neighbourhood e* of the paper (section 2): evicted ancestors reached through evicted ones, which
-would have to be rebuilt first, and evicted descendants reached likewise, whose rebuilding would need this one again.
-``Connected`` is its relaxation: evicted storages in undirected connected components, kept in a union-find structure with
-the cost of each component; nothing is ever split, so a rebuilt storage only takes its own cost away.
+must be rebuilt first, and evicted descendants reached likewise, whose rebuild needs this storage again.
+``Connected`` is its relaxation: undirected connected components of evicted storages, in a union-find structure with the
+cost of each component. Components are never split: a rebuilt storage only subtracts its own cost.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _down: _Edges = operator.attrgetter("children")
 
 
 class Neighbourhood:
-    """No neighbourhood, and what others are told: just after an eviction or its end, just before edges go, and just
-    after edges or a cost came."""
+    """No neighbourhood; the base class. The pool calls the methods just after an eviction or its end, just before edges
+    are removed, and just after edges or a cost were added."""
 
     def evict(self, entry: Entry) -> None:
         pass
@@ -48,13 +48,14 @@ class Neighbourhood:
 
 
 class Exact(Neighbourhood):
-    """e*, or its ancestors alone. Costs are remembered until something changes in the storage's reach."""
+    """The neighbourhood e*, or only its ancestors. Costs are cached until something within a storage's reach
+    changes."""
 
     def __init__(self, *, descendants: bool = True) -> None:
         self.descendants = descendants
 
     def _forget(self, entry: Entry) -> None:
-        """Whoever has the entry in its neighbourhood, from either side."""
+        """Drop the cached costs of all entries that have this one in their neighbourhood."""
         entry.known_ns = -1
         for edges in (_up, _down):
             for here in (entry, *_reached(entry, edges)):
@@ -77,7 +78,7 @@ class Exact(Neighbourhood):
 
 
 class Connected(Neighbourhood):
-    """Components of evicted storages. An entry takes away what it brought, whatever its cost has become."""
+    """Connected components of evicted storages. On its rebuild, an entry subtracts the cost that it added."""
 
     def evict(self, entry: Entry) -> None:
         entry.charged_ns = entry.cost_ns
@@ -101,7 +102,7 @@ class Connected(Neighbourhood):
                 entry.component.join(neighbour)
 
     def cost_ns(self, entry: Entry) -> int:
-        leaders: list[Component] = []  # few: looked through faster than hashed
+        leaders: list[Component] = []  # few, so a list is faster than a set
         total_ns = 0
         for component in _evicted_beside(entry):
             leader = component if component.leader is None else component.find()
@@ -130,14 +131,14 @@ def _reached(entry: Entry, edges: _Edges) -> set[Entry]:
     return seen
 
 
-Score = Callable[[Entry, int, int, random.Random], float]  # of an entry, its neighbourhood's cost and its staleness
+Score = Callable[[Entry, int, int, random.Random], float]  # of entry, neighbourhood cost, staleness
 
 
 def _rate(entry: Entry, neighbourhood_ns: int, stale_ns: int, draw: random.Random) -> float:
     return (entry.cost_ns + neighbourhood_ns) / (entry.bytes * (stale_ns + 1))
 
 
-# A heuristic's score, and what it wants to know of the evicted storages around one.
+# The score of each heuristic, and the kind of neighbourhood that it uses.
 HEURISTICS: dict[str, tuple[Score, Callable[[], Neighbourhood]]] = {
     "dtr-eq": (_rate, Connected),
     "dtr": (_rate, Exact),
@@ -154,7 +155,7 @@ HEURISTICS: dict[str, tuple[Score, Callable[[], Neighbourhood]]] = {
 
 
 def heuristic_named(name: str) -> tuple[Score, Callable[[], Neighbourhood]]:
-    """Raises ``LowtideError`` naming what is known."""
+    """The score and neighbourhood of a heuristic. Raises ``LowtideError``, with the known names, for an unknown one."""
     if name not in HEURISTICS:
         raise LowtideError(f"no heuristic is named {name!r}; known: {', '.join(HEURISTICS)}")
     return HEURISTICS[name]

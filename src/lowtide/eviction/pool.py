@@ -1,9 +1,10 @@
 """The pool of a running program's storages: which are resident or evicted, and which to evict next.
 
-The clock is logical: it advances by the cost of every operator, so that staleness does not depend on the machine. A choice
-is linear in the resident storages; with ``sample`` it is their root, over a random sample of that many.
-``skip_small`` leaves out storages below 1 % of the mean size. Both are optimisations of the paper's prototype. Where they
-leave nothing to evict, all are looked at. What is forgotten leaves no trace, so a pool can serve an endless program.
+The clock is logical: it advances by the cost of every operator, so staleness does not depend on the machine. A choice
+takes time linear in the number n of resident storages, or with ``sample`` in its square root, over a random sample of
+that size. ``skip_small`` ignores storages below 1 % of the mean size. Both are optimizations of the paper's prototype;
+if they leave nothing to evict, all storages are considered. Forgotten entries leave no trace, so a pool can serve an
+endless program.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Pool:
         self._neighbourhood = self._make_neighbourhood()
         self._has_neighbourhood = type(self._neighbourhood) is not Neighbourhood
         self._draw = random.Random(seed)
-        self._there: list[Entry] = []  # the resident entries that take up memory, in no order
+        self._there: list[Entry] = []  # resident entries with memory, unordered
         self._arrivals = 0
 
     def __iter__(self) -> Iterator[Entry]:
@@ -134,8 +135,8 @@ class Pool:
         return sum(entry.bytes for entry in self._there if not entry.locks and not entry.pinned)
 
     def victim(self, allowed: Allowed | None = None) -> Entry | None:
-        """The entry with the least score, the earliest to arrive among equals; ``None`` where none can go. Resident
-        entries with some bytes, neither pinned nor locked, that are ``allowed``."""
+        """The allowed entry with the least score, of equals the earliest to arrive; ``None`` if there is none. Only
+        resident entries with memory that are neither pinned nor locked can be chosen."""
         there = self._there
         if not there:
             return None
@@ -149,7 +150,8 @@ class Pool:
         return found if found is not None or not least_bytes else self._least(there, allowed, 0.0)
 
     def _least(self, entries: Iterable[Entry], allowed: Allowed | None, least_bytes: float) -> Entry | None:
-        """A neighbourhood only adds to a score, so it is looked at where the score without it is low enough."""
+        """The entry with the least score. A neighbourhood only adds to a score, so it is computed only if the score
+        without it is low enough."""
         clock_ns, score, neighbourhood_ns, draw = self.clock_ns, self._score, self._neighbourhood.cost_ns, self._draw
         best, least = None, math.inf
         for entry in entries:
