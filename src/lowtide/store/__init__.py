@@ -1,7 +1,8 @@
-"""What is kept on disk between processes: typed entries under content keys, written whole, locked, bounded and never trusted.
+"""Data kept on disk between processes: typed entries under content keys, written atomically, locked, limited in number,
+never trusted.
 
-Everything that a disk can do is a miss with one line in the log: files that are damaged, of other types or of impossible sizes,
-folders that cannot be read or written, a disk that is full. Below everything but the errors: it knows neither torch nor plans.
+Any problem of the disk counts as a miss, with one line in the log: damaged files, wrong types or impossible sizes,
+folders that cannot be read or written, a full disk. This package depends on the errors only, not on torch or plans.
 """
 
 from lowtide.store.cache import Cache, cache_folder

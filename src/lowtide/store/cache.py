@@ -1,4 +1,4 @@
-"""A folder of entries: JSON documents under keys, in a file each, with the digest of what was written."""
+"""A folder of entries: JSON documents by key, one file each, with the digest of the content."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.store.files import LEFTOVER_SUFFIXES, by_last_use, mark_used, read_regular, sweep, write_atomically
 
 _LOG = logging.getLogger(__name__)
-_MOST_BYTES = 1 << 28  # of an entry
+_MOST_BYTES = 1 << 28  # most bytes of an entry
 _POLL_SECONDS = 0.05
-# What reading and decoding a file of any content raises.
+# Errors of reading and decoding files with arbitrary content.
 _ODD = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, LowtideError)
 
 Entry = TypeVar("Entry")
@@ -29,7 +29,7 @@ Stamp = tuple[int, int] | None
 
 
 def cache_folder() -> Path:
-    """The folder of all caches: ``LOWTIDE_CACHE_DIR``, or the platform's."""
+    """The folder of all caches: ``LOWTIDE_CACHE_DIR``, or the platform's default."""
     chosen = os.environ.get("LOWTIDE_CACHE_DIR")
     return Path(os.path.expanduser(chosen)) if chosen else Path(platformdirs.user_cache_dir("lowtide"))
 
@@ -42,9 +42,9 @@ class _Envelope(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Entries of one ``format`` in one folder; where they have become an eighth more than ``most_entries``, those used least
-    recently go. Any number of processes may share the folder: a file is replaced in one step. No method raises for what the
-    disk does or holds: what cannot be read is not there, what cannot be written is not kept, and the log says so."""
+    """Entries of one ``format`` in one folder. When there are an eighth more than ``most_entries``, the least recently
+    used ones are removed. Several processes may share the folder: files are replaced atomically. No method raises for
+    the disk's state: what cannot be read counts as missing, what cannot be written is not kept, and the log says so."""
 
     folder: Path
     format: str
@@ -54,9 +54,9 @@ class Cache:
         return self.folder / f"{key}.json"
 
     def get(self, key: str, decode: Callable[[bytes], Entry]) -> Entry | None:
-        """The entry of ``key``, which ``decode`` makes of its JSON; ``None`` where there is none that is sound.
+        """The entry of ``key``, made by ``decode`` from its JSON; ``None`` if there is no valid one.
 
-        ``decode`` raises ``ValueError`` (as msgspec does) or a ``LowtideError`` for a document that it did not write.
+        ``decode`` raises ``ValueError`` (as msgspec does) or a ``LowtideError`` for a foreign document.
         """
         path = self.path(key)
         try:
@@ -76,13 +76,14 @@ class Cache:
         return entry
 
     def put(self, key: str, document: Any) -> bool:
-        """Keep ``document``, which msgspec can write as JSON, as the entry of ``key``. Whether that could be done."""
+        """Store ``document``, which msgspec can write as JSON, as the entry of ``key``. Returns whether this
+        succeeded."""
         entry = msgspec.json.encode(document)
         envelope = _Envelope(self.format, hashlib.sha256(entry).hexdigest(), msgspec.Raw(entry))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.path(key)
-            if path.exists() and not path.is_file():  # a pipe waits for somebody who reads it
+            if path.exists() and not path.is_file():  # writing to a pipe would block
                 raise PlanError(f"{path} is not a file.")
             write_atomically(path, msgspec.json.encode(envelope))
             self._tidy()
@@ -92,8 +93,8 @@ class Cache:
         return True
 
     def _tidy(self) -> None:
-        """Remove entries where there are too many, and what processes that were killed have left. Raises ``OSError``."""
-        names = os.listdir(self.folder)  # of which few are looked at: this comes after every entry
+        """Remove surplus entries, and leftovers of killed processes. Raises ``OSError``."""
+        names = os.listdir(self.folder)  # names only: this runs after every write
         entries = [name for name in names if name.endswith(".json")]
         if len(entries) > self.most_entries + self.most_entries // 8:
             for path in by_last_use(map(self.folder.joinpath, entries))[self.most_entries :]:
@@ -108,8 +109,8 @@ class Cache:
         encode: Callable[[Entry], Any],
         patience_seconds: float,
     ) -> Entry:
-        """The entry of ``key``; where there is none, that of ``make``, which is kept. Of processes that ask at the same
-        time one makes it. The others wait ``patience_seconds`` at most, then make their own."""
+        """The entry of ``key``, else the result of ``make``, which is stored. If several processes ask at once, one
+        makes it. The others wait at most ``patience_seconds``, then make their own."""
         stamp = self.stamp(key)
         found = self.get(key, decode)
         if found is not None:
@@ -124,8 +125,8 @@ class Cache:
 
     @contextlib.contextmanager
     def making(self, key: str, patience_seconds: float) -> Iterator[None]:
-        """Inside, no other process makes the entry of ``key``, for which there is a lock file meanwhile. A process that
-        is killed lets go. One that has waited ``patience_seconds``, or cannot lock files here, goes on without."""
+        """A context in which no other process makes the entry of ``key``, by a lock file. The lock of a killed process
+        is released. After ``patience_seconds``, or if locks do not work here, it proceeds without a lock."""
         path = self.folder / f"{key}.lock"
         lock = filelock.FileLock(path)
         try:
@@ -146,7 +147,7 @@ class Cache:
                     lock.release()
 
     def stamp(self, key: str) -> Stamp:
-        """Changes whenever an entry is written; ``None`` where there is none."""
+        """A value that changes whenever the entry is written; ``None`` if there is none."""
         try:
             found = os.stat(self.path(key))
         except OSError:

@@ -1,4 +1,4 @@
-"""Files, written whole or not at all."""
+"""Write files completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from lowtide.errors import PlanError
 
-LEFTOVER_SECONDS = 3600  # nobody writes a file, or is waited for, as long as this
+LEFTOVER_SECONDS = 3600  # longer than any write or wait
 LEFTOVER_SUFFIXES = (".tmp", ".lock")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old or the new content, never a part. Raises ``PlanError``. Links are
-    followed; what is there and no file, such as a pipe or a device, is written to."""
+    """Write a file so that readers see the old or the new content, never a part. Raises ``PlanError``. Links are
+    followed. Existing pipes and devices are written directly."""
     data = content.encode() if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
@@ -37,7 +37,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file. Raises ``OSError``; ``ValueError`` for what is no file or has more than ``most_bytes``."""
+    """The content of a regular file. Raises ``OSError``, and ``ValueError`` if it is not a file or has more than
+    ``most_bytes``."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is not a file")
@@ -47,7 +48,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def by_last_use(paths: Iterable[Path]) -> list[Path]:
-    """Those of ``paths`` that are still there, the one used last first."""
+    """The existing ``paths``, most recently used first."""
     times: list[tuple[int, Path]] = []
     for path in paths:
         with contextlib.suppress(OSError):
@@ -57,13 +58,13 @@ def by_last_use(paths: Iterable[Path]) -> list[Path]:
 
 
 def mark_used(path: Path) -> None:
-    """Say that ``path`` is of use now, without looking as if it had been written."""
+    """Set the access time of ``path`` to now, without changing its modification time."""
     with contextlib.suppress(OSError):
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def sweep(leftovers: Iterable[Path]) -> None:
-    """Remove those of the half-written files and locks that are too old to be anybody's: a process was killed."""
+    """Remove half-written files and locks that are so old that their process must have been killed."""
     for path in leftovers:
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > LEFTOVER_SECONDS:

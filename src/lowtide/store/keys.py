@@ -1,4 +1,4 @@
-"""Keys made of contents: equal for equal values only, and the same in every process."""
+"""Keys made from contents: equal only for equal values, and the same in every process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _DIGITS = 40
 
 
 def content_key(*parts: Any) -> str:
-    """Forty hexadecimal digits of numbers, text, bytes, arrays, ``None``, enums, and tuples, lists, mappings and dataclasses of
-    such.
+    """Forty hexadecimal digits for numbers, text, bytes, arrays, ``None``, enums, and tuples, lists, mappings and
+    dataclasses of these.
 
-    A part counts with its type, so that ``1``, ``"1"`` and ``(1,)`` differ, and with its length, so that no two lists of parts
-    run together to the same. Raises ``TypeError`` for anything else: what it prints as may differ between processes.
+    A part's type counts, so ``1``, ``"1"`` and ``(1,)`` differ; and its length, so different lists of parts cannot
+    collide by concatenation. Raises ``TypeError`` for other types, whose printed form may differ between processes.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -60,7 +60,7 @@ def _pieces(part: Any) -> Iterable[bytes]:
 
 @functools.cache
 def sources_key(*folders: Path) -> str:
-    """The key of all Python files below ``folders``: a release is not the only thing that changes what code does."""
+    """A key of all Python files below ``folders``: code can change without a new version number."""
     files = [(path, folder) for folder in folders for path in sorted(folder.rglob("*.py"))]
     return content_key(
         [(folder.name, path.relative_to(folder).as_posix(), path.read_bytes()) for path, folder in files]
