@@ -1,7 +1,8 @@
 """``parameter.data = value`` in Dynamo's graphs.
 
-Dynamo has it as ``set_``, which gives the parameter the memory of the value, and a version that is taken back. Where the value
-lies alike and is read by nothing else, the parameter keeps its memory and takes over the numbers: no one sees a difference.
+Dynamo represents it as ``set_``, which gives the parameter the value's memory, with the version reset. If the value has
+the same layout and nothing else reads it, the parameter keeps its memory and the values are copied instead: the result
+is the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from lowtide.program.layouts import memory_of
 
 
 def write_assigned_data(module: fx.GraphModule) -> None:
-    """Have the graph write into parameters and buffers what it assigns to their ``.data``."""
+    """Replace assignments to ``.data`` in the graph by writes to the parameters and buffers."""
     nodes = list(module.graph.nodes)
     assignments = [node for node in nodes if _assigns(node)]
     if not assignments:
@@ -24,7 +25,7 @@ def write_assigned_data(module: fx.GraphModule) -> None:
         target, value = (one.meta["example_value"] for one in node.args)
         alike = (target.dtype, target.shape, target.stride()) == (value.dtype, value.shape, value.stride())
         parameter, assigned = node.args
-        # What may be a view of the former memory, the value or another view of it, and tensors that are given.
+        # Possible views of the former memory, the value and views of it, and inputs of the graph.
         first = {memory[user] for user in parameter.users if place[user] < place[node]}
         before = [one for one in nodes[: place[node]] if one is not parameter and memory[one] is not None]
         views = [one for one in before if memory[one] == memory[assigned] or memory[one] in first]
@@ -44,12 +45,12 @@ def _memory(node: fx.Node) -> int | None:
 
 
 def _assigns(node: fx.Node) -> bool:
-    """Whether it gives a tensor the memory of another one, and nothing but the version is taken back of what it returns."""
+    """Whether the node gives a tensor the memory of another one, and its only user resets the version."""
     users = list(node.users)
     alone = node.target is torch.Tensor.set_ and len(node.args) == 2 and len(users) == 1 and not users[0].users
     return alone and getattr(users[0].target, "__name__", "") == "_lower_version_count_by_1"
 
 
 def _write(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Without a new version, as an assignment has none."""
+    """Copy without a new version, as in an assignment."""
     target.data.copy_(value)

@@ -1,8 +1,7 @@
-"""The backend that ``torch.compile`` calls, once per graph that Dynamo makes.
+"""The backend that ``torch.compile`` calls for each graph that Dynamo makes.
 
-Dynamo guards and breaks the program; each of its graphs is captured, planned and run as a model is, when it is first called
-with real tensors, and anew for other shapes. The graphs of one ``torch.compile`` share one budget, see
-``parts.shared``.
+Dynamo guards and breaks the program. Each graph is captured, planned and run like a model, when it is first called with
+real tensors, and again for other shapes. The graphs of one ``torch.compile`` share one budget, see ``parts.shared``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lowtide.settings import Settings
 _OPTIONS = (
     "budget", "total_budget", "reserve", "planner", "compiler", "seed", "chunked_loss", "offload", "offload_budget",
 )  # fmt: skip
-_BUDGETS: weakref.WeakSet[GraphsBudget] = weakref.WeakSet()  # each is owned by its graphs
+_BUDGETS: weakref.WeakSet[GraphsBudget] = weakref.WeakSet()  # kept alive by their graphs
 
 
 def backend(
@@ -32,8 +31,8 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The planned form of ``module``. ``options`` are those of ``lowtide.rematerialize``; ``compiler`` defaults to
-    ``"inductor"``. Raises ``PlanError`` for options that make no sense."""
+    """The planned form of ``module``. ``options``: as for ``lowtide.rematerialize``; ``compiler`` defaults to
+    ``"inductor"``. Raises ``PlanError`` for invalid options."""
     if mode not in (None, "default"):
         raise PlanError(f'torch.compile(mode={mode!r}) means nothing to backend="lowtide"; give options instead.')
     write_assigned_data(module)
@@ -41,7 +40,7 @@ def backend(
 
 
 class GraphsBudget(SharedBudget):
-    """Of the graphs of one ``torch.compile``, which came with this ``options`` object."""
+    """The budget of the graphs of one ``torch.compile``, identified by its ``options`` object."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(Settings(**{"compiler": "inductor", **options}))
@@ -49,13 +48,13 @@ class GraphsBudget(SharedBudget):
         self._options = options, dict(options)
 
     def belongs_to(self, options: Mapping[str, Any]) -> bool:
-        """Whether this is the very object, as it was."""
+        """Whether ``options`` is the same object with the same content."""
         known, contents = self._options
         return known is options and contents == options
 
 
 def shared_budget(options: Mapping[str, Any]) -> GraphsBudget:
-    """One per ``torch.compile``: graphs that come with the same options object, as it was, belong together."""
+    """The budget for this ``torch.compile``: graphs with the same, unchanged options object belong together."""
     for known in _BUDGETS:
         if known.belongs_to(options):
             return known
@@ -70,7 +69,7 @@ def shared_budget(options: Mapping[str, Any]) -> GraphsBudget:
 
 
 def register() -> None:
-    """Make the backend known by name, for installations without its entry point."""
+    """Register the backend by name, for installations without its entry point."""
     from torch._dynamo.backends import registry
 
     if "lowtide" not in registry._COMPILER_FNS:
@@ -82,10 +81,10 @@ class SharingGraph(SharingForward):
 
     def __init__(self, module: torch.nn.Module, shared: SharedBudget) -> None:
         super().__init__(module, shared)
-        self.module = module  # the base class only refers to it
-        # Why Dynamo ended the graph: at a break another one follows.
+        self.module = module  # the base class has only a weak reference
+        # If Dynamo ended the graph at a break, another one follows.
         self.more_follow = bool(getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False))
-        self.untrained = False  # whether it is a teacher's, say: Dynamo cuts graphs where it must
+        self.untrained = False  # no gradients, as in a teacher model's graph
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if self.untrained:
