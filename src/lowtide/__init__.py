@@ -1,6 +1,7 @@
 """Train PyTorch models inside a memory budget.
 
-``rematerialize(model, args, budget="8GiB")`` is the one line; the other names plan without running, undo it, and measure.
+``rematerialize(model, args, budget="8GiB")`` is the main entry point. Other functions plan without running, undo it,
+and measure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m lowtide``: the command line, where its script is not on the path."""
+"""``python -m lowtide``: the command line, if its script is not on the path."""
 
 import sys
 

@@ -59,43 +59,44 @@ def rematerialize(
     keep_gradients: bool = False,
     in_flight: int = 1,
 ) -> Model:
-    """Make ``model``, any module, train inside a memory budget, in place; returns the same object.
+    """Make ``model``, any module, train inside a memory budget. Changes it in place and returns the same object.
 
-    Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is known),
-    ``CaptureError`` for a model that is no single program, where ``on_capture_error`` (or ``in_flight``) leaves no other way to
-    run it, and ``PlanError`` if an argument makes no sense.
+    Raises ``InfeasibleBudgetError`` if no schedule fits (``minimum_bytes`` is the smallest budget for which one is
+    known), ``CaptureError`` if the model is no single program and ``on_capture_error`` (or ``in_flight``) allows no
+    other way to run it, and ``PlanError`` for invalid arguments.
 
     Args:
         args, kwargs: A sample call. With one, the plan is made now; without, at the first call in training mode.
-        budget: Of a forward and backward pass, above what was allocated before: bytes, ``"8GiB"``, ``"40%"`` of its peak.
-        total_budget: Instead: of all, with parameters, buffers, inputs, gradients and optimizer states: those of
-            ``optimizer``, or two for each parameter.
-        reserve: What of it to leave free between the passes, say for a loss outside the model: bytes, ``"64MiB"``.
+        budget: For a forward and backward pass, above what was allocated before: bytes, ``"8GiB"``, ``"40%"`` of its
+            peak.
+        total_budget: Instead of ``budget``: for everything, with parameters, buffers, inputs, gradients and optimizer
+            states: those of ``optimizer``, or two for each parameter.
+        reserve: The part of the budget to leave free, for a loss outside the model, say: bytes, ``"64MiB"``.
         planner: Name and options of one of ``lowtide planners``.
-        compiler: ``"eager"``: the same results to the bit. ``"inductor"``: fused kernels where they are quicker, close results.
-        on_new_signature: A call that no plan is for: ``"plan"`` anew, run ``"eager"`` (warned once), raise an ``"error"``.
-        on_capture_error: A model that is no single program: planned in ``"parts"`` (or online, where it has no submodules
-            to plan), run ``"online"`` at once, or an ``"error"``.
-        seed: Of the planner. The same program, costs and seed give the same plan.
-        planning: ``"background"`` (the default of planners that search) trains under a first plan while better ones are
-            found, with the same results; ``"wait"`` ends the search first.
-        dynamic: One capture for all sizes: from the third shape on (``None``), at once (``True``), or each shape by itself
-            (``False``).
-        max_programs: So many plans are kept, one for each kind of call; the one that was used longest ago goes first.
-        arena: Every tensor of a pass has its address in memory that is held between steps; the budget is for addresses.
-        offload: Where tensors may move to and come back from: ``"disk"``, ``"disk:/folder"``; of an accelerator, ``"cpu"``.
-        offload_budget: Bytes that may be there at one time for a pass, by default all that are free.
-        rescue: A pass that runs out of memory all the same runs again within a lower budget, said in the log.
-        chunked_loss: Logits and their cross-entropy in pieces: never there as a whole, and sums not equal to the bit.
-        optimizer: Updates parameters inside of the backward pass, so that gradients go at once; the loop stays as it is. A
-            sequence of several, each of which has parameters of its own (Muon for matrices, AdamW for the rest).
-        keep_gradients: With ``optimizer``: they stay until its step after all, for what reads all of them (clipping by norm).
-        in_flight: So many calls wait at once, each for a backward pass of its own (micro-batches): the budget is for all.
-            With more than one, a plan stays as it is made: ``planning`` waits, and there are no parts and no ``rescue``.
+        compiler: ``"eager"``: equal results to the bit. ``"inductor"``: quicker fused kernels, close results.
+        on_new_signature: For a call without a plan: ``"plan"`` it, run it ``"eager"`` (warns once), or raise an
+            ``"error"``.
+        on_capture_error: For a model that is no single program: plan it in ``"parts"`` (or run it online if it has no
+            submodules to plan), run it ``"online"`` at once, or raise an ``"error"``.
+        seed: For the planner. The same program, costs and seed give the same plan.
+        planning: ``"background"`` (default for planners that search): train with a first plan while better ones are
+            searched, with the same results. ``"wait"``: finish the search first.
+        dynamic: One capture for all sizes: from the third shape on (``None``), at once (``True``), never (``False``).
+        max_programs: How many plans are kept, one for each kind of call; the least recently used one is dropped.
+        arena: Give every tensor of a pass an address in memory that is kept between steps. The budget is for addresses.
+        offload: Where tensors may move and come back from: ``"disk"``, ``"disk:/folder"``; on accelerators ``"cpu"``.
+        offload_budget: Most bytes that may be there at one time for a pass; default: all that are free.
+        rescue: If a pass runs out of memory, run it again within a lower budget, and log this.
+        chunked_loss: Compute logits and their cross-entropy in pieces, never as a whole. Sums are not equal to the bit.
+        optimizer: Update parameters inside the backward pass, so that gradients are freed at once; the loop stays as it
+            is. May be several optimizers with separate parameters (Muon for matrices, AdamW for the rest).
+        keep_gradients: With ``optimizer``: keep gradients until its step, for code that reads all of them (clipping).
+        in_flight: How many calls wait at once, each for its own backward pass (micro-batches); the budget is for all.
+            With more than one, plans do not change: ``planning`` waits, and there are no parts and no ``rescue``.
     """
     _require_plannable(model)
     require_call(args, kwargs)
-    if in_flight != 1:  # what changes a plan knows nothing of the other calls
+    if in_flight != 1:  # a changed plan would not account for the other calls
         planning, rescue = planning or "wait", False
         on_capture_error = "error" if on_capture_error == "parts" else on_capture_error
     given = (budget, total_budget, reserve, planner, compiler, on_new_signature, on_capture_error, seed)
@@ -117,13 +118,14 @@ def rematerialize_stages(
 ) -> None:
     """Make this rank's stages of a pipeline train inside one memory budget together, in place.
 
-    ``schedule``: of ``torch.distributed.pipelining``, with whole backward passes (``ScheduleGPipe``, ``Schedule1F1B``,
-    ``ScheduleInterleaved1F1B``). ``samples``: the arguments of a micro-batch, for each of the rank's stages in their order.
-    How many micro-batches are in flight, and of which stages while one runs, is the schedule's to say. Of the plans that fit
-    ``budget`` together, those are chosen by which a micro-batch takes least time in all stages of the rank.
+    ``schedule``: one of ``torch.distributed.pipelining`` with whole backward passes (``ScheduleGPipe``,
+    ``Schedule1F1B``, ``ScheduleInterleaved1F1B``). It determines how many micro-batches of each stage are in flight.
+    ``samples``: the arguments of a micro-batch, for each of the rank's stages in order. Of the plans that fit
+    ``budget`` together, those with the least time of a micro-batch in all stages of the rank are chosen.
 
-    ``budget``, ``reserve``, ``planner`` and ``seed`` are those of ``rematerialize``; a percentage is of the peak of all passes
-    of a step without rematerialization. Raises the errors of ``rematerialize``, and leaves all stages as they are then.
+    ``budget``, ``reserve``, ``planner`` and ``seed``: as for ``rematerialize``; a percentage refers to the peak of all
+    passes of a step without rematerialization. Raises the errors of ``rematerialize``, and then leaves all stages
+    unchanged.
     """
     stages = [stage.submod for stage in stages_of(schedule)]
     for stage in stages:
@@ -141,7 +143,7 @@ def _prepared(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
 ) -> Rematerialized:
-    """The planned forward of ``model``, with a plan for the sample call, if there is one."""
+    """The planned forward of ``model``, with a plan for the sample call, if given."""
     if optimizer is not None and settings.arena:
         raise PlanError(
             "optimizer= and arena=True do not go together: the state that an optimizer creates has no place in an arena."
@@ -170,12 +172,12 @@ def _prepared(
 
 
 def _planning(given: str | None, planner: str) -> str:
-    """As given; else in the background, where a search may go on."""
+    """The given value; by default ``"background"`` if the planner searches."""
     return given or ("background" if searches(planner) else "wait")
 
 
 def _require_plannable(model: nn.Module) -> None:
-    """Raises ``PlanError`` for a model that cannot be given a planned forward pass."""
+    """Raise ``PlanError`` if the model cannot get a planned forward pass."""
     require_module(model, "rematerialize")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise PlanError("rematerialize the model inside: DistributedDataParallel(lowtide.rematerialize(model, ...)).")
@@ -195,11 +197,11 @@ def _require_plannable(model: nn.Module) -> None:
 
 
 def restore(model: Model) -> Model:
-    """Undo ``rematerialize``: ``model`` runs by its own ``forward`` again. Returns the same object. Plans and what they know of
-    the model are freed, so that the model's memory is, too, with the last reference to it: a rematerialized model and its plans
-    refer to each other, and wait for Python's collector of garbage.
+    """Undo ``rematerialize``: ``model`` runs its own ``forward`` again. Returns the same object.
 
-    Raises ``PlanError`` for a model that is not rematerialized, or whose planned ``forward`` something has wrapped since.
+    Frees the plans and what they know of the model, so that its memory is freed with the last reference to it. (A
+    rematerialized model and its plans refer to each other, so Python's garbage collector must find them.) Raises
+    ``PlanError`` if the model is not rematerialized, or its planned ``forward`` has been wrapped since.
     """
     runtime = _planned(model)
     placed = model.__dict__["forward"]
@@ -218,9 +220,9 @@ def restore(model: Model) -> Model:
 
 
 class accumulating:
-    """Inside, backward passes of a model that was rematerialized with ``optimizer=`` update nothing: gradients are added up in
-    ``.grad``, as without ``optimizer=``. The forward and backward passes of all batches but the last of a step belong inside;
-    the last one, outside, adds its gradients to those and updates::
+    """A context in which backward passes of a model with ``optimizer=`` update nothing: gradients are added up in
+    ``.grad``, as without ``optimizer=``. Run the passes of all batches but the last of a step inside it. The last one,
+    outside, adds its gradients and updates::
 
         for index, batch in enumerate(batches):
             more = (index + 1) % 4 != 0
@@ -230,8 +232,8 @@ class accumulating:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Without ``optimizer=`` it changes nothing. What accelerate (and the Trainer of transformers) accumulate is known without it.
-    Raises ``PlanError`` for a model that is not rematerialized.
+    Without ``optimizer=`` it has no effect. It is not needed with accelerate (and the Trainer of transformers). Raises
+    ``PlanError`` if the model is not rematerialized.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -248,19 +250,20 @@ class accumulating:
 
 
 def plans(model: nn.Module) -> list[Plan]:
-    """The plans made for ``model`` so far, one per input signature; of a model in parts, those of its parts.
+    """The plans made for ``model`` so far, one per input signature; for a model in parts, those of its parts.
 
-    Empty before its first training call, if there was no sample, and where it runs online. Raises ``PlanError`` for a model
-    that is not rematerialized.
+    Empty before the first training call if there was no sample, and in online mode. Raises ``PlanError`` if the model
+    is not rematerialized.
     """
     return _planned(model).plans()
 
 
 def wait(model: nn.Module, seconds: float | None = None) -> bool:
-    """Wait until the searches for better plans for ``model`` have ended, at most so many ``seconds``; whether they have.
+    """Wait until the searches for better plans for ``model`` have ended, at most ``seconds``. Returns whether they have
+    ended.
 
-    What they found is in force afterwards, see ``plans`` and ``Plan.history``. Raises ``PlanError`` for a model that is not
-    rematerialized, and for ``seconds`` that are no number.
+    Found plans are used from then on, see ``plans`` and ``Plan.history``. Raises ``PlanError`` if the model is not
+    rematerialized, or ``seconds`` is not a number.
     """
     planned = _planned(model)
     if seconds is not None and not is_number(seconds):
@@ -283,9 +286,9 @@ def plan(
 ) -> Plan:
     """Plan the training pass of ``model(*args, **kwargs)`` without changing the model.
 
-    Takes these arguments as ``rematerialize`` does, and raises the same errors. A model on the
-    ``meta`` device is planned with analytical costs. ``on_progress(stage, fraction)`` is called along the way; without it a
-    terminal or a notebook shows a bar.
+    The arguments are those of ``rematerialize``, and so are the errors. A model on the ``meta`` device is planned with
+    analytical costs. ``on_progress(stage, fraction)`` is called along the way; without it, a terminal or a notebook
+    shows a bar.
     """
     if is_inside():
         raise PlanError(
@@ -310,7 +313,7 @@ def plan(
 
 
 def _planned(model: nn.Module) -> Rematerialized:
-    """The planned forward of ``model``. Raises ``PlanError`` where it has none."""
+    """The planned forward of ``model``. Raises ``PlanError`` if it has none."""
     require_module(model, "lowtide")
     runtime = runtime_of(model)
     if runtime is None:

@@ -16,7 +16,7 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _PATTERN = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?)\s*([a-z]*|%)\s*", re.IGNORECASE)
-_LIMIT = 1 << 62  # sums of it fit into 64 bits
+_LIMIT = 1 << 62  # sums of such amounts fit in 64 bits
 _IN_BYTES = 'give bytes as an int, or a string with a unit such as "8GiB" or "700 MB"'
 _IN_BYTES_OR_PERCENT = (
     'give bytes as an int, a string with a unit such as "8GiB" or "700 MB", or a percentage such as "40%"'
@@ -26,10 +26,11 @@ _IN_BYTES_OR_PERCENT = (
 def parse_budget(
     budget: int | str, unconstrained_peak_bytes: int | None, *, what: str = "budget", least: int = 1
 ) -> int:
-    """``budget`` in bytes, rounded down; a percentage is of ``unconstrained_peak_bytes``, and a byte at least.
+    """``budget`` in bytes, rounded down. A percentage refers to ``unconstrained_peak_bytes``, and gives at least one
+    byte.
 
-    Raises ``PlanError``, naming ``what``, for anything that is no amount of ``least`` (0 or 1) or more, and for a percentage of
-    ``None``.
+    Raises ``PlanError``, with the name ``what``, if it is not an amount of at least ``least`` (0 or 1), or a percentage
+    without a peak.
     """
     named = f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
     examples = _IN_BYTES if unconstrained_peak_bytes is None else _IN_BYTES_OR_PERCENT
@@ -45,7 +46,7 @@ def parse_budget(
         scale = Fraction(unconstrained_peak_bytes or 0, 100) if unit == "%" else _UNITS[unit]
         number = Fraction(match[1])
         amount = math.floor(number * scale)  # exact: 100% is the peak to the byte
-        if unit == "%":  # one byte at least, of what takes nothing: a program that only makes views
+        if unit == "%":  # at least one byte, for programs that only make views
             amount = max(amount, 1) if number > 0 else amount
         share = number if unit == "" else 0
     elif not (_is_real(budget) and math.isfinite(budget)):
@@ -65,12 +66,12 @@ def parse_budget(
 
 
 def parse_reserve(reserve: int | str, peak_bytes: int | None) -> int:
-    """What is to be left free, in bytes: 0 or more. Raises ``PlanError``."""
+    """The bytes to leave free, 0 or more. Raises ``PlanError``."""
     return parse_budget(reserve, peak_bytes, what="reserve", least=0)
 
 
 def parse_bandwidth(text: str) -> int:
-    """Bytes per second from text such as ``16GB/s``. Raises ``PlanError``."""
+    """Bytes per second, from text such as ``16GB/s``. Raises ``PlanError``."""
     amount, slash, unit = text.strip().rpartition("/")
     if not slash or unit.strip() != "s":
         raise PlanError(f"{text!r} is not a bandwidth; give bytes per second with a unit, such as 16GB/s.")
@@ -82,15 +83,15 @@ def is_percentage(budget: float | str | None) -> bool:
 
 
 def is_amount(value: object) -> bool:
-    """Whether ``value`` is a number from 0 on."""
+    """Whether ``value`` is a number of at least 0."""
     return _is_real(value) and float(value) >= 0
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is a number, and none that compares with nothing."""
+    """Whether ``value`` is a number and not NaN."""
     return _is_real(value) and float(value) == float(value)
 
 
 def _is_real(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is a number, Python's or NumPy's."""
+    """Whether ``value`` is a number of Python or NumPy."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

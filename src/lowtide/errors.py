@@ -1,4 +1,5 @@
-"""The error tree. Every message says what failed, the numbers, and the nearest fix; the data are attributes too."""
+"""The exception classes. Every message says what failed, with numbers, and the simplest fix; the data are also
+attributes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ class LowtideError(Exception):
     message: str
 
     def __post_init__(self) -> None:
-        self.args = (self.message,)  # what ``str`` shows, however it was given
+        self.args = (self.message,)  # shown by ``str``, also if passed as a keyword
 
 
 class NativeCoreError(LowtideError, ImportError):
@@ -22,8 +23,8 @@ class NativeCoreError(LowtideError, ImportError):
 
 @dataclass(eq=False, repr=False)
 class CaptureError(LowtideError):
-    """The model's program cannot be captured as one graph. ``source`` is the user's ``file:line`` where known; ``selects``:
-    whether that is because it selects as many rows as data say."""
+    """The model's program cannot be captured as one graph. ``source``: the user's ``file:line``, if known. ``selects``:
+    whether the reason is that it selects a number of rows that depends on data."""
 
     _: KW_ONLY
     source: str = ""
@@ -39,20 +40,21 @@ class CostError(LowtideError):
 
 
 class PlanError(LowtideError):
-    """A plan cannot be made from this input."""
+    """No plan can be made from this input."""
 
 
 @dataclass(eq=False, repr=False)
 class InfeasibleBudgetError(PlanError):
     """No schedule that the planner knows fits the budget.
 
-    ``minimum_bytes`` is the smallest budget for which a schedule is known, ``operator`` the op at the bottleneck and
-    ``source`` the user's ``file:line`` of that op. ``budget_bytes`` is what the planner was given, 0 where that is not known;
-    ``aside_bytes`` what is reserved or resident beside it, and part of ``minimum_bytes``. ``overheads`` are budgets from
-    ``minimum_bytes`` on, each with the overhead of a schedule that a brief search found within it (0.5: half again the time
-    without rematerialization); empty where none is known. ``proven``: no schedule that keeps the order fits. ``plan``: the
-    ``Plan`` of the pass by which ``minimum_bytes``, less those beside it, are enough, where one was made. ``midway``: code of
-    the model had run before it was raised.
+    - ``minimum_bytes``: the smallest budget for which a schedule is known. ``operator``: the op at the bottleneck,
+      ``source``: the user's ``file:line`` of that op.
+    - ``budget_bytes``: what the planner was given, 0 if unknown. ``aside_bytes``: what is reserved or resident beside
+      it, included in ``minimum_bytes``.
+    - ``overheads``: budgets from ``minimum_bytes`` on, each with the overhead of a schedule that a brief search found
+      (0.5: half again the time without rematerialization); may be empty.
+    - ``proven``: no schedule that keeps the order fits. ``plan``: the ``Plan`` of the pass that needs ``minimum_bytes``
+      less ``aside_bytes``, if made. ``midway``: the model's code had already begun to run.
     """
 
     _: KW_ONLY
@@ -67,7 +69,7 @@ class InfeasibleBudgetError(PlanError):
     midway: bool = False
 
     def beside(self, aside_bytes: int, what: str = "") -> InfeasibleBudgetError:
-        """The error for a budget of which ``aside_bytes`` are not the pass's; ``what`` they are."""
+        """The same error for a budget of which ``aside_bytes`` are not for the pass. ``what``: a text for these."""
         if not aside_bytes:
             return self
         least, items = self.minimum_bytes + aside_bytes, f" ({what})" if what else ""
@@ -85,13 +87,13 @@ class ScheduleError(LowtideError):
 
 
 class ExecutionError(LowtideError):
-    """A planned program was used in a way that it does not support."""
+    """A planned program was used in an unsupported way."""
 
 
 @dataclass(eq=False, repr=False)
 class CompiledMismatchError(ExecutionError):
-    """A compiled kernel and the operators that it stands for disagree, whose names are ``operators``; or a program with its
-    kernels computes something else than the captured one."""
+    """A compiled kernel differs from the operators that it replaces (``operators``: their names), or a program with
+    kernels differs from the captured one."""
 
     _: KW_ONLY
     operators: tuple[str, ...] = ()
@@ -99,10 +101,11 @@ class CompiledMismatchError(ExecutionError):
 
 @dataclass(eq=False, repr=False)
 class OnlineBudgetError(LowtideError):
-    """What an operator needs at once does not fit the budget of the online mode.
+    """What an operator needs at once does not fit the budget of online mode.
 
-    ``operator`` and ``location``, the user's ``file:line`` where known; ``needed_bytes``, what was in use and could not be
-    evicted (the operator's inputs, what can not be computed again) and what was asked for on top; ``budget_bytes``.
+    ``operator``: its name. ``location``: the user's ``file:line``, if known. ``needed_bytes``: what was in use and not
+    evictable (the operator's inputs, tensors that cannot be recomputed) plus what was requested. ``budget_bytes``: the
+    budget.
     """
 
     _: KW_ONLY

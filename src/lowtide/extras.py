@@ -1,4 +1,4 @@
-"""Optional dependencies, imported where they are used."""
+"""Optional dependencies, imported on demand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 from lowtide.errors import LowtideError
 
-# Module, and the extra of this package that installs it.
+# The extra of this package that installs each module.
 EXTRAS = {
     "rich": "cli",
     "matplotlib": "viz",
@@ -24,14 +24,15 @@ EXTRAS = {
 
 @dataclass(eq=False, repr=False)
 class MissingExtraError(LowtideError):
-    """An optional dependency is not installed. ``extra`` is the extra that brings it."""
+    """An optional dependency is not installed. ``extra``: the extra that installs it."""
 
     _: KW_ONLY
     extra: str
 
 
 def require(module: str) -> ModuleType:
-    """Import ``module`` (its top package is in ``EXTRAS``). Raises ``MissingExtraError`` naming what to install."""
+    """Import ``module``, whose top package is in ``EXTRAS``. Raises ``MissingExtraError``, which says what to
+    install."""
     package = module.partition(".")[0]
     extra = EXTRAS[package]
     try:

@@ -1,4 +1,4 @@
-"""The compiled extension ``lowtide._native`` as ``core``: there, and built for this version of the package."""
+"""The compiled extension ``lowtide._native`` as ``core``; checks that it exists and was built for this version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ except ImportError as error:
 
 
 def check_built_for(version: str, interface: int, path: str) -> None:
-    """Raises ``NativeCoreError`` where an extension built for that is not the one of this package."""
+    """Raise ``NativeCoreError`` if the extension was built for another version or interface than this package's."""
     if (version, interface) != (__version__, NATIVE_INTERFACE):
         raise NativeCoreError(
             f"{path} was built for lowtide {version} (interface {interface}), not for this lowtide {__version__} "

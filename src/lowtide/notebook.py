@@ -1,7 +1,7 @@
-"""What a notebook shows of a result: a small card of HTML that needs nothing else, in whichever colours the notebook has.
+"""Results as cards in notebooks: self-contained HTML in the notebook's own colours.
 
-Every colour is the notebook's own text colour, thinned, or a tone that stands out on white and on black alike. So a card is
-readable where the notebook is dark and the system is light, which a style that asks the system would not be.
+Every colour is the notebook's text colour, partly transparent, or a tone that is readable on white and on black. So a
+card is readable even if the notebook is dark and the system is light, unlike with styles that follow the system.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STYLE = """
 
 
 class Shown:
-    """A result that notebooks show as a card: its ``_heading`` and its ``_facts``, names and values as ``str`` prints them."""
+    """A result that notebooks show as a card: its ``_heading``, and its ``_facts`` by name, as ``str`` prints them."""
 
     __slots__ = ()
 
@@ -53,12 +53,12 @@ class Shown:
 
 
 def card(heading: str, *parts: str) -> str:
-    """HTML of a heading and what stands below it."""
+    """HTML of a heading with ``parts`` below it."""
     return f'<div class="lowtide"><style>{_STYLE}</style><div class="heading">{escape(heading)}</div>{"".join(parts)}</div>'
 
 
 def facts_table(facts: Mapping[str, str]) -> str:
-    """A row per name and value; nothing where there are none."""
+    """A table with a row for each fact; empty if there are none."""
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in facts.items()
     )
@@ -66,7 +66,7 @@ def facts_table(facts: Mapping[str, str]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """The first row as a header; the first ``left`` columns are aligned on the left, the others on the right."""
+    """A table whose first row is the header. The first ``left`` columns are left-aligned, the others right-aligned."""
 
     def line(row: Sequence[str], tag: str) -> str:
         numbers = [' class="number"' if column >= left else "" for column in range(len(row))]
@@ -78,12 +78,12 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
 
 
 def folded(summary: str, content: str) -> str:
-    """What is shown when one clicks on the ``summary``."""
+    """Content that is shown after a click on ``summary``."""
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def picture(svg: str, style: str, caption: str) -> str:
-    """A chart with the rules that it is drawn by, and in words what its lines are."""
+    """A chart with its style, and a caption that explains its lines."""
     return f"<figure><style>{style}</style>{svg}</figure>{note(caption)}"
 
 
@@ -92,7 +92,7 @@ def note(text: str) -> str:
 
 
 def bar(words: str, fraction: float) -> str:
-    """A bar of which ``fraction`` is full, below the words."""
+    """A progress bar below ``words``, filled to ``fraction``."""
     share = round(100 * min(max(fraction, 0.0), 1.0))
     track = f'<div class="track"><div class="done" style="width: {share}%"></div></div>'
     return card(words, f'<div role="progressbar" aria-valuenow="{share}" aria-label="{escape(words)}">{track}</div>')

@@ -1,4 +1,4 @@
-"""Capture, cost, plan: the stages joined up."""
+"""Capture, costs, plan: the stages combined."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from lowtide.version import __version__
 _LOG = logging.getLogger(__name__)
 Finish = Callable[[Program], Program]
 QUICK_SEARCH = "auto{effort=1}"
-_FEW_OPS = 100  # up to which the whole search takes about a second
-FIRST_PLANNER = "auto{effort=0}"  # for a start
+_FEW_OPS = 100  # operators up to which the whole search takes about a second
+FIRST_PLANNER = "auto{effort=0}"  # for first plans
 IMPROVABLE = (
     *(format_spec(get_planner(one)) for one in (FIRST_PLANNER, QUICK_SEARCH)),
     "adapted",
-)  # plans to search from
-_COSTLY = 0.15  # overhead of a plan of kernels, from which operators one by one are planned as well
+)  # planners whose plans a search may improve
+_COSTLY = 0.15  # overhead of a plan with kernels, above which single operators are planned too
 
 
 def captured_program(
@@ -60,17 +60,17 @@ def captured_program(
     known: Known | None = None,
     terms_from: int | None = None,
 ) -> Captured:
-    """The call operator by operator; with ``compiler="inductor"`` those that ``fused`` takes. ``known``: of the call, say from
-    another capture of it; ``terms_from``: gradients of flat inputs from this one on leave as the terms of their sums
-    (``capture.convert.gradients``)."""
-    if settings.agreed and several_processes():  # a value may be another one on each
+    """Capture the call operator by operator; with ``compiler="inductor"`` in a form for ``fused``. ``known``: what is
+    known of the call, from another capture, say. ``terms_from``: from this flat input on, gradients leave as terms of
+    their sums (``capture.convert.gradients``)."""
+    if settings.agreed and several_processes():  # values may differ between processes
         known = dataclasses.replace(known or Known(), expected=None)
     rewrites: list[Callable[[torch.fx.GraphModule], None]] = []
     if settings.compiler != "eager":
         from lowtide.fusion import split_norms
 
         rewrites.append(split_norms)
-        known = dataclasses.replace(known or Known(), scalars=False)  # numbers are written into kernels
+        known = dataclasses.replace(known or Known(), scalars=False)  # kernels contain numbers as constants
     if settings.chunked_loss:
         rewrites.append(functools.partial(chunk_losses, model, part=terms_from == 0))
     if terms_from is not None:
@@ -85,8 +85,8 @@ def captured_program(
 
 
 def fused(program: Program, settings: Settings) -> Program:
-    """The program as it will run: with ``compiler="inductor"`` its chains of cheap operators are compiled kernels, its library
-    calls the quickest routines that there are."""
+    """The program that will run: with ``compiler="inductor"``, chains of cheap operators are compiled kernels and
+    library calls the quickest routines."""
     if settings.compiler == "eager":
         return program
     from lowtide.fusion import autotuned, fuse
@@ -94,7 +94,7 @@ def fused(program: Program, settings: Settings) -> Program:
     with stage("kernels"):
         kernels = fuse(program)
     if several_processes():
-        return kernels  # each process would choose other routines for itself
+        return kernels  # processes might choose different routines
     with stage("costs"):
         return autotuned(kernels)
 
@@ -109,12 +109,12 @@ def planned_program(
     finish: Finish = lambda program: program,
     known: Callable[[Program], Sequence[Schedule]] = lambda program: (),
 ) -> tuple[Program, Plan]:
-    """What is to run for a call that was ``captured``, completed by ``finish``, and its plan: by one of the schedules ``known``
-    for it where that fits. Raises ``CaptureError`` and ``InfeasibleBudgetError``.
+    """The program to run for a ``captured`` call, completed by ``finish``, and its plan. ``known`` returns schedules to
+    use if they fit. Raises ``CaptureError`` and ``InfeasibleBudgetError``.
 
-    Kernels are fixed before a plan is made, and need at once what their operators need one after the other. So where they
-    cannot meet the budget, or only by much recomputation, the program is planned operator by operator too, and the quicker
-    of the two is taken; not where the operators take longer without any recomputation already.
+    Kernels are fixed before a plan is made, and need at once what their operators need one after the other. So if they
+    cannot meet the budget, or only with much recomputation, the program is also planned with single operators, and the
+    quicker plan is used. This is skipped if the single operators take longer even without recomputation.
     """
     program = finish(fused(captured.program, settings))
     answer: Plan | InfeasibleBudgetError
@@ -130,7 +130,7 @@ def planned_program(
     operators = finish(captured_program(model, args, kwargs, apart, captured.program.mask, Known.of(captured)).program)
     if (
         isinstance(answer, Plan)
-        and not several_processes()  # each measures for itself, and all must go the same way
+        and not several_processes()  # their measurements differ, but their choice must not
         and answer.time_ns <= program_costs(operators).total_time_ns
     ):
         return program, answer
@@ -151,7 +151,7 @@ def planned_program(
 
 
 def program_costs(program: Program, on_progress: Progress | None = None) -> Costs:
-    """Costs of ``program`` on its device: measured, or analytical where the device is ``meta``."""
+    """Costs of ``program`` on its device: measured, or analytical for ``meta``."""
     with stage("costs"):
         if any(meta.device.type == "meta" for meta in program.metas):
             costs = analytical_costs(program)
@@ -162,7 +162,7 @@ def program_costs(program: Program, on_progress: Progress | None = None) -> Cost
 
 
 def costs_from(program: Program, known: Sequence[Measured]) -> Costs:
-    """Costs of ``program`` as they follow from those of its operators at the ``known`` sizes."""
+    """Costs of ``program``, derived from those of its operators at the ``known`` sizes."""
     with stage("costs"):
         return with_generator_states(program, scaled_costs(program, known))
 
@@ -176,10 +176,11 @@ def make_program_plan(
     costs: Costs | None = None,
     known: Sequence[Schedule] = (),
 ) -> Plan:
-    """Cost and plan ``program``; among several processes, one for all that ask the same. Raises ``InfeasibleBudgetError``.
+    """Cost and plan ``program``; if several processes ask for the same, one plan for all. Raises
+    ``InfeasibleBudgetError``.
 
-    ``known``: schedules of which one is taken, if it fits, without a search. ``costs``: where those of ``program_costs`` are
-    known. ``granted_bytes``: what an earlier signature of the model was given, the least that a budget in percent is, so that
+    ``known``: schedules of which one is used without a search if it fits. ``costs``: those of ``program_costs``, if
+    known. ``granted_bytes``: what an earlier signature of the model got; a budget in percent is at least that, so that
     a short last batch may use the memory of a full one.
     """
     outside = outside_pass(program, settings, model)
@@ -255,8 +256,8 @@ def _within_budget(
 def _as_lowered(
     program: Program, settings: Settings, costs: Costs, budget_bytes: int, search: Callable[[PlanRequest], Plan]
 ) -> Plan:
-    """What ``search`` finds within the budget; where that was lowered to ``settings.most_bytes``, within these, or within the
-    least above them that can be met."""
+    """The plan from ``search`` within the budget. If it was lowered to ``settings.most_bytes``: within that, or the
+    least that can be met above it."""
     most = budget_bytes if settings.most_bytes is None else min(budget_bytes, settings.most_bytes)
     try:
         plan = search(plan_request(program, costs, most, settings))
@@ -268,42 +269,42 @@ def _as_lowered(
 
 
 def lowered_plan(program: Program, settings: Settings, plan: Plan) -> Plan:
-    """In the place of ``plan`` for ``program``, one within ``settings.most_bytes`` or the least above them that can be met.
-    Raises ``InfeasibleBudgetError`` where none is known."""
+    """A plan for ``program`` to replace ``plan``, within ``settings.most_bytes`` or the least that can be met above it.
+    Raises ``InfeasibleBudgetError`` if there is none."""
     given = plan.lowered_from_bytes or plan.budget_bytes
     with stage("search"):
         return _as_lowered(program, settings, plan.costs, given, functools.partial(_found, settings))
 
 
 def plan_request(program: Program, costs: Costs, budget_bytes: int, settings: Settings) -> PlanRequest:
-    """What ``settings`` ask of a planner for ``program``."""
+    """The request to a planner for ``program``, by ``settings``."""
     asked = (settings.planner, settings.seed, (__version__, str(torch.__version__)), settings.arena)
     return PlanRequest(program.graph, costs, budget_bytes, *asked)
 
 
 def _found(settings: Settings, request: PlanRequest, on_progress: Progress | None = None) -> Plan:
-    """A first plan, where the search goes on in the background, or the planner's answer."""
+    """A first plan, if the search continues in the background, or the planner's answer."""
     plan = _first_plan(request) if settings.planning == "background" else None
     return _searched(request, on_progress) if plan is None else plan
 
 
 def _searched(request: PlanRequest, on_progress: Progress | None = None) -> Plan:
-    """The planner's answer, or what it was before; a quick one for few operators takes no longer than to look for it."""
+    """The planner's answer, cached unless a quick planner with few operators is as fast as the cache."""
     make = functools.partial(request.make, on_progress or report)
     quick = request.planner == FIRST_PLANNER and len(request.graph.ops) <= _FEW_OPS
     return PlanCache().get_or_make(request, make) if enabled() and not quick else make()
 
 
 def _first_plan(request: PlanRequest) -> Plan | None:
-    """What was found for ``request`` before, or else a plan at once that the search goes on from; ``None`` where none is within
-    the budget, or the search takes no longer than a process takes to start."""
+    """A cached plan for ``request``, or a quick plan from which the search continues. ``None`` if none fits the budget,
+    or the search is faster than the start of a process."""
     if len(request.graph.ops) <= _FEW_OPS or working_set_bound(request.graph, request.costs) > request.budget_bytes:
         return None
     if (known := _kept(request)) is not None:
         return known
-    for planner in (FIRST_PLANNER, QUICK_SEARCH):  # the latter meets what the whole search meets
+    for planner in (FIRST_PLANNER, QUICK_SEARCH):  # QUICK_SEARCH meets all budgets that the whole search meets
         quick = dataclasses.replace(request, planner=planner)
-        with contextlib.suppress(InfeasibleBudgetError):  # the whole search names the least
+        with contextlib.suppress(InfeasibleBudgetError):  # the whole search then reports the minimum
             return (_kept(quick) or quick.make()).begun()
     return None
 
@@ -313,8 +314,8 @@ def _kept(request: PlanRequest) -> Plan | None:
 
 
 def share_planners(settings: Settings, *, brief: bool) -> tuple[Planning, Planning | None]:
-    """The last arguments of ``sharing.choose``: programs planned as ``settings`` say, and by a quick form of its search; both
-    are a step quicker where they are to be ``brief``."""
+    """The planners for ``sharing.choose``: by ``settings``, and a quicker form for its search. With ``brief``, both are
+    one step quicker."""
     if not searches(settings.planner):
         return _planning(settings), None
     if brief:
@@ -323,13 +324,13 @@ def share_planners(settings: Settings, *, brief: bool) -> tuple[Planning, Planni
 
 
 def in_flight_planners(settings: Settings) -> tuple[Planning, Planning]:
-    """The same for stages of a pipeline, and of ``Calls.plan``."""
+    """The same for pipeline stages and ``Calls.plan``."""
     own: dict[str, Any] = {"in_flight": 1, "agreed": False, "total_budget": None, "reserve": 0}
     return _planning(settings, **own), _planning(settings, **own, planner=first_form(settings.planner))
 
 
 def first_form(planner: str) -> str:
-    """The planner of first plans, of ``auto`` with whatever options; of others themselves."""
+    """The planner of first plans: the quick form of ``auto``; other planners are unchanged."""
     return FIRST_PLANNER if planner.startswith("auto") else planner
 
 

@@ -1,4 +1,4 @@
-"""Progress where people see it: a bar on a terminal or in a notebook; elsewhere the log tells."""
+"""Progress for people: a bar on a terminal or in a notebook. Elsewhere, the log reports it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lowtide.units import format_percent
 Progress = Callable[[str, float], None]
 """Called with the name of a stage and the fraction of it that is done (0 to 1)."""
 _shown: list[Progress] = []
-_LEAST_SECONDS = 0.1  # between two looks of a bar in a notebook at the same stage: each is a message
+_LEAST_SECONDS = 0.1  # between updates of a notebook's bar in one stage: each is a message
 
 
 @contextlib.contextmanager
 def progress_bar(title: str = "") -> Iterator[Progress | None]:
-    """A callback that moves a bar, below the cell of a notebook or on a terminal; ``None`` where nobody sees one, or ``rich``,
-    which draws it on a terminal, is not installed."""
+    """A callback that moves a bar on a terminal or below a notebook's cell; ``None`` if there is neither, or ``rich``,
+    which draws the bar on a terminal, is not installed."""
     if _in_notebook():
         with _notebook_bar(title) as bar:
             yield bar
@@ -41,7 +41,7 @@ def _words(title: str, stage: str) -> str:
 
 
 def _in_notebook() -> bool:
-    """Whether a kernel, which shows HTML, runs this process: not IPython on a terminal."""
+    """Whether a notebook kernel, which shows HTML, runs this process; not IPython on a terminal."""
     if "ipykernel" not in sys.modules:
         return False
     shell = import_module("IPython").get_ipython()
@@ -50,7 +50,7 @@ def _in_notebook() -> bool:
 
 @contextlib.contextmanager
 def _notebook_bar(title: str) -> Iterator[Progress]:
-    """A bar below the running cell, gone at the end. It needs no widgets: one output, which is replaced."""
+    """A bar below the running cell, removed at the end. It needs no widgets: one output is replaced."""
     display = import_module("IPython.display").display
     handle = display(_bundle(title, 0.0), raw=True, display_id=True)
     shown_stage, shown_at = "", 0.0
@@ -69,13 +69,13 @@ def _notebook_bar(title: str) -> Iterator[Progress]:
 
 
 def _bundle(words: str, fraction: float) -> dict[str, str]:
-    """For notebooks, and as text for what shows none of HTML."""
+    """The bar as HTML, and as text for frontends without HTML."""
     return {"text/html": notebook.bar(words, fraction), "text/plain": f"{words} {format_percent(fraction)}".strip()}
 
 
 @contextlib.contextmanager
 def shown(title: str) -> Iterator[None]:
-    """Inside, a bar shows what is ``report``ed; where one is shown already, that one does."""
+    """A context in which a bar shows what is passed to ``report``. Inside another one, that one's bar is used."""
     if _shown:
         yield
         return
@@ -92,7 +92,7 @@ def shown(title: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told(title: str, on_progress: Progress | None) -> Iterator[Progress]:
-    """Who hears of the progress inside: ``on_progress`` where there is one, else the bar that is ``shown``."""
+    """A context that yields ``on_progress``, or a callback to the bar of ``shown`` if it is ``None``."""
     if on_progress is not None:
         yield on_progress
         return
@@ -101,6 +101,6 @@ def told(title: str, on_progress: Progress | None) -> Iterator[Progress]:
 
 
 def report(stage: str, fraction: float) -> None:
-    """Tell the bar that is shown, if one is, what is being done and how far that has come."""
+    """Tell the bars that are shown the current stage and how much of it is done."""
     for bar in _shown:
         bar(stage, fraction)

@@ -1,4 +1,4 @@
-"""How a model is to be planned: the arguments of ``lowtide.rematerialize``, checked."""
+"""How to plan a model: the arguments of ``lowtide.rematerialize``, checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a model is to be planned; the arguments of ``lowtide.rematerialize``."""
+    """How to plan a model; the arguments of ``lowtide.rematerialize``."""
 
     budget: int | str | None = None
     total_budget: int | str | None = None
@@ -43,13 +43,13 @@ class Settings:
     offload_budget: int | str | None = None
     rescue: bool = True
     chunked_loss: bool = False
-    agreed: bool = True  # among several processes: one plans for all
-    optimizer_bytes: int | None = None  # of the optimizer's states, where these are known
-    moved_bytes: int = 0  # of them, those that lie in the second memory between updates
+    agreed: bool = True  # one of several processes plans for all
+    optimizer_bytes: int | None = None  # bytes of the optimizer's states, if known
+    moved_bytes: int = 0  # of these, bytes in the second memory between updates
     in_flight: int = 1  # calls that wait for their backward pass at once
-    beside_bytes: int | None = None  # of a budget that stages share: what all calls that wait hold meanwhile
-    between_bytes: int = 0  # what the rest of a larger model takes between this part's two passes, within the budget
-    most_bytes: int | None = None  # for a pass, since a step ran out of memory (``runtime.programs.rescue``)
+    beside_bytes: int | None = None  # with a budget shared by stages: bytes held by waiting calls
+    between_bytes: int = 0  # of the budget, for the rest of the model between this part's passes
+    most_bytes: int | None = None  # for a pass, after a step ran out of memory (``runtime.programs.rescue``)
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.total_budget is None):
@@ -73,13 +73,13 @@ class Settings:
         self._check_offload()
         if self.in_flight > 1:
             self._check_in_flight()
-        parse_budget(self.given, 1 << 40)  # a malformed budget is an error now, not at the first call
+        parse_budget(self.given, 1 << 40)  # raise for a malformed budget now, not at the first call
         parse_reserve(self.reserve, 1 << 40)
         get_planner(self.planner)
         check_seed(self.seed)
 
     def _check_in_flight(self) -> None:
-        """What several calls at once cannot be combined with: plans that are changed without knowing of the others."""
+        """Raise ``PlanError`` for options that change plans without accounting for other calls at once."""
         wrong = {
             'planning="background"': self.planning == "background",
             'on_capture_error="parts"': self.on_capture_error == "parts",
@@ -105,23 +105,24 @@ class Settings:
 
     @property
     def waits(self) -> bool:
-        """Whether others run between the two passes of a call, within the same budget."""
+        """Whether other calls run between the two passes of a call, within the same budget."""
         return self.in_flight > 1 or self.beside_bytes is not None
 
     @property
     def adapts(self) -> bool:
-        """Whether a call at new sizes begins at once, by what is known of others; compiled kernels are of one size each."""
+        """Whether a call with new sizes starts at once, from what is known of other sizes; compiled kernels are for one
+        size each."""
         return self.planning == "background" and self.compiler == "eager"
 
     @property
     def given(self) -> int | str:
-        """The one budget of the two."""
+        """The one budget that was given."""
         given = self.budget if self.budget is not None else self.total_budget
         assert given is not None
         return given
 
 
 def searches(planner: str) -> bool:
-    """Whether a planner goes on searching after a first plan."""
+    """Whether a planner continues to search after a first plan."""
     chosen = get_planner(planner)
     return isinstance(chosen, Auto) and chosen.effort > 1

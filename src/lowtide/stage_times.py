@@ -1,4 +1,4 @@
-"""How long the stages between a model and its first planned step take."""
+"""Measure how long the stages between a model and its first planned step take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _listening: list[dict[str, float]] = []
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """What happens inside belongs to the stage ``name``, one of ``STAGES``; stages do not nest."""
+    """A context whose time counts for the stage ``name``, one of ``STAGES``; stages do not nest."""
     began = time.perf_counter()
     report(name, 0.0)
     try:
@@ -28,7 +28,7 @@ def stage(name: str) -> Iterator[None]:
 
 @contextmanager
 def stage_seconds() -> Iterator[dict[str, float]]:
-    """Seconds of wall time by stage, of all that is prepared inside, by whichever thread."""
+    """A context that collects seconds of wall time by stage, of all threads."""
     taken: dict[str, float] = {}
     _listening.append(taken)
     try:

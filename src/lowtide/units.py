@@ -1,4 +1,4 @@
-"""Bytes and nanoseconds for people. Integers everywhere else."""
+"""Bytes and nanoseconds as text for people. Everywhere else, they are integers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def format_time(nanoseconds: int) -> str:
 
 
 def largest_unit(amount: float, units: Mapping[str, int]) -> tuple[str, int]:
-    """The name and size of the first of ``units``, the largest first, that ``amount`` reaches; else of the last."""
+    """Name and size of the first unit that ``amount`` reaches, else of the last. ``units``: largest first."""
     reached = ((name, size) for name, size in units.items() if abs(amount) >= size)
     return next(reached, list(units.items())[-1])
 
@@ -37,17 +37,17 @@ def format_percent(fraction: float) -> str:
 
 
 def overhead(time_ns: int, base_ns: int) -> float:
-    """Extra time over the program without recomputation, which takes ``base_ns``, as a fraction."""
+    """Extra time as a fraction of ``base_ns``, the time of the program without recomputation."""
     return time_ns / base_ns - 1 if base_ns else 0.0
 
 
 def overhead_percent(time_ns: int, base_ns: int) -> float:
-    """The same in percent."""
+    """``overhead`` in percent."""
     return 100 * overhead(time_ns, base_ns)
 
 
 def format_source(source: str) -> str:
-    """``file:line`` without what leads to it: from the package on for an installed one, else the last three parts."""
+    """``file:line`` in short: from the package on for an installed package, else the last three path parts."""
     parts = source.replace("\\", "/").split("/")
     if "site-packages" in parts:
         return "/".join(parts[parts.index("site-packages") + 1 :])

@@ -2,5 +2,5 @@
 
 __version__ = "0.1.0"
 
-# Raised with every change of what src/lowtide/_native.pyi declares; the extension carries the one that it was built for.
+# Raise it with every change of src/lowtide/_native.pyi; the extension contains the number that it was built for.
 NATIVE_INTERFACE = 11
