@@ -1,4 +1,4 @@
-"""The public verbs."""
+"""The public functions."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def plan(
     settings = Settings(budget=budget, planner=planner, seed=seed, **given)
     with told(type(model).__name__, on_progress) as tell:
         with torch.enable_grad():
-            terms_from = len(model_state(model).tensors)  # as ``rematerialize`` has it
+            terms_from = len(model_state(model).tensors)  # as in ``rematerialize``
             args, kwargs = hooked(model, args, {} if kwargs is None else kwargs)
             program = pipeline.captured_program(model, args, kwargs, settings, terms_from=terms_from).program
 

@@ -207,8 +207,8 @@ def adapted_plan(
     known: Sequence[Measured],
     schedules: Sequence[Schedule],
 ) -> Plan:
-    """A plan at once for a program whose operators were measured at the ``known`` sizes: the quickest of the ``schedules`` that
-    were found there which fits here too, or else a first plan. Raises ``InfeasibleBudgetError``."""
+    """A quick plan for a program whose operators were measured at the ``known`` sizes: the quickest of the
+    ``schedules`` found there that fits here too, else a first plan. Raises ``InfeasibleBudgetError``."""
 
     def adapt(request: PlanRequest) -> Plan:
         plan = _adapted(request, (keep_all_schedule(program.graph), *schedules))
@@ -219,7 +219,7 @@ def adapted_plan(
 
 
 def _adapted(request: PlanRequest, schedules: Sequence[Schedule]) -> Plan | None:
-    """By the quickest of ``schedules`` that fits, if there is one."""
+    """A plan with the quickest of ``schedules`` that fits, or ``None``."""
     if not schedules:
         return None
     facts: dict[str, Any] = {"budget_bytes": request.budget_bytes, "seed": request.seed, "placed": request.placed}
@@ -234,7 +234,7 @@ def _within_budget(
     granted_bytes: int,
     search: Callable[[PlanRequest], Plan],
 ) -> Plan:
-    """What ``search`` finds for the bytes that are left of the budget for a pass."""
+    """The plan from ``search`` for the bytes that the budget leaves for a pass."""
     alone = costs
     costs = with_room_between(program, costs, settings.between_bytes)
     costs = with_offload(costs, settings.offload, settings.offload_budget, program_device(program))

@@ -11,7 +11,7 @@
 
 Costs and staleness (time since the last access) in nanoseconds.
 
-The *neighbourhood* of a storage is the set of evicted storages around it: its eviction makes their rebuilds dearer.
+The *neighbourhood* of a storage: the evicted storages around it, whose cost is added to its own recomputation's.
 
 ``Exact`` is the evicted neighbourhood e* of the paper (section 2): evicted ancestors reached through evicted ones, which
 must be rebuilt first, and evicted descendants reached likewise, whose rebuild needs this storage again.

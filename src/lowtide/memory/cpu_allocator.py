@@ -59,7 +59,7 @@ def c10_library() -> ctypes.CDLL:
 def _install() -> AllocationCounter:
     library = c10_library()
     functions = _address(getattr(library, _GET)), _address(getattr(library, _SET))
-    tensor = torch.empty(64, dtype=torch.uint8)  # shows how its memory is described
+    tensor = torch.empty(64, dtype=torch.uint8)  # a probe for the layout of c10's classes
     counter = core.install_counter(functions, tensor.untyped_storage()._cdata, tensor.data_ptr())
     if not _counts(counter):
         core.uninstall_counter(functions)

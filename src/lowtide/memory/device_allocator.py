@@ -45,7 +45,7 @@ def device_memory(accelerator: Accelerator) -> DeviceMemory | None:
 
 def arena_room(accelerator: Accelerator) -> int:
     """Bytes of the device that arenas take beside the tensors in them."""
-    if not _install.cache_info().currsize:  # no arena was ever asked for
+    if not _install.cache_info().currsize:  # no arena was ever requested
         return 0
     memory = device_memory(accelerator)
     return 0 if memory is None else memory.reserved_bytes - memory.used_bytes
@@ -55,7 +55,7 @@ def arena_room(accelerator: Accelerator) -> int:
 def _install(device_type: str) -> bool:
     """Install the replaced method. Returns whether planned allocations now go to their places."""
     device = torch.device(device_type, 0)
-    probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)  # shows how its memory is described
+    probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)  # for the layout of c10's classes
     try:
         get = getattr(c10_library(), _GET)
         get.restype, get.argtypes = ctypes.c_void_p, [ctypes.POINTER(ctypes.c_int8)]

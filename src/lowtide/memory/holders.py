@@ -55,7 +55,7 @@ def _holder(name: str, tensors: Iterable[object], device: torch.device, seen: se
     """Sum up the tensors whose storage is not in ``seen``, and add their storages to it."""
     nbytes, storages, largest, most = 0, 0, None, -1
     for one in tensors:
-        if type(one) not in _PLAIN:  # what is made of others has no storage of its own
+        if type(one) not in _PLAIN:  # wrapper tensors have no storage
             continue
         assert isinstance(one, torch.Tensor)
         if one.device != device or one.layout is not torch.strided:

@@ -116,7 +116,7 @@ def _busy(device: torch.device) -> Iterator[None]:
         one = torch.ones(512, 512, device=device)
         with contextlib.nullcontext() if device.type == "cpu" else torch.Stream(device):
             while not stop.is_set():
-                float((one @ one)[0, 0])  # waits for it
+                float((one @ one)[0, 0])  # waits for the product
 
     thread = threading.Thread(target=multiply, name="lowtide bandwidth", daemon=True)
     with contextlib.suppress(RuntimeError):

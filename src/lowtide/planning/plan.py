@@ -167,9 +167,9 @@ class Plan:
         return dataclasses.replace(self, history=(self._as_improvement(0.0),))
 
     def improved(self, found: Plan, seconds: float, placed: bool = False) -> Plan:
-        """``found``, a plan for the same problem, if it is quicker than this one; else this one, updated with the bound
-        in ``found``. ``seconds``: since the history began. ``placed``: reject plans whose addresses do not fit, unless
-        this one's do not either."""
+        """``found``, a plan for the same problem, if it is quicker than this one; else this one with the bound, planner
+        and search time of ``found``. ``seconds``: since the history began. ``placed``: reject plans whose addresses do
+        not fit, unless this one's do not either."""
         fits = not placed or found.is_placed or not self.is_placed
         if found.time_ns < self.time_ns and fits:
             history = (*self.history, found._as_improvement(seconds))

@@ -69,7 +69,7 @@ def search(request: PlanRequest, time_ns: float, output: BinaryIO, parent: int) 
 def main() -> None:
     with contextlib.suppress(OSError, AttributeError):
         os.nice(_NICENESS)
-    request, time_ns, parent = pickle.load(sys.stdin.buffer)  # from the process that started this one
+    request, time_ns, parent = pickle.load(sys.stdin.buffer)  # written by the process that started this one
     output = sys.stdout.buffer
     try:
         search(request, time_ns, output, parent)

@@ -25,7 +25,7 @@ from lowtide.sharing.agreement import several_processes
 from lowtide.units import format_bytes
 
 _LOG = logging.getLogger(__name__)
-_TRIED = 4  # steps
+_TRIED = 4  # steps before captures may be found quicker
 
 
 class OnlineInstead:

@@ -98,7 +98,7 @@ class Planned(Programs):
         return module.forward(*args, **kwargs)
 
     def is_copied_in(self, module: nn.Module) -> bool:
-        """Whether ``module``, which is not the model, has this object as an attribute."""
+        """Whether ``module`` is not the model but has this object as its ``forward``."""
         return caller.has_copied(module, self, self._model())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ class Successors:
         self.program = program
         self._store = default_store()
         self._key = f"lowtide/better/{program_key(program, (plan.budget_bytes, plan.planner))}"
-        self._number = 0  # of the next plan
+        self._number = 0  # number of the next plan
         self._total: int | None = None  # number of plans, once the search has ended
         self.leads = self._store.add(f"{self._key}/leads", 1) == 1
 

@@ -70,7 +70,7 @@ def choose(
         chosen = search.best
     else:
         last.best = search.best = chosen
-        with contextlib.suppress(InfeasibleBudgetError, _EnoughError):  # what was found quickly fits
+        with contextlib.suppress(InfeasibleBudgetError, _EnoughError):  # the quickly found result fits
             longer = last.assignments(fractions, budget_bytes) if fractions else last.alone(budget_bytes)
             chosen = longer or chosen
     return upgraded(members, constraints, chosen, search.menus(chosen, budget_bytes), budget_bytes)
@@ -107,8 +107,9 @@ class _Search:
         self.best: list[Assignment] | None = None  # best that fits; once set, the search stops at ``_end``
 
     def alone(self, budget_bytes: int) -> list[Assignment] | None:
-        """Assignments in which each member saves what its plan wants, with the whole budget to itself; ``None`` if this
-        does not fit together. Raises ``InfeasibleBudgetError`` if one member does not fit even so."""
+        """Assignments in which each member saves what its plan wants, in the room that it has if the others save
+        nothing; ``None`` if this does not fit together. Raises ``InfeasibleBudgetError`` if one member does not fit
+        even so."""
         limits = [member.eager.saved_bytes for member in self.members]
         found = self._assigned(limits, rooms(self.constraints, [0] * len(limits), budget_bytes), budget_bytes)
         fits = peak_bytes(self.constraints, [one.footprint for one in found]) <= budget_bytes

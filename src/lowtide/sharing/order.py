@@ -66,8 +66,8 @@ class CollectiveOrder:
         return self.settles(program, schedule)
 
     def begin(self, failure: str | None = None) -> None:
-        """Report this rank's first plan, or its ``failure``, and wait for all ranks. Raises ``PlanError`` if another
-        rank failed."""
+        """Report that this rank has its first plan, and wait for all ranks; or report its ``failure``. Raises
+        ``PlanError`` if another rank failed."""
         if self._begun:
             return
         self._begun, store, own = True, default_store(), distributed.get_rank()

@@ -50,7 +50,7 @@ class OwnCall:
             self.optimizer.called(self)
 
     def end(self) -> None:
-        """Its backward pass has come."""
+        """A backward pass has reached it."""
         if self.optimizer is not None and self.generator is not None:
             self.optimizer.begin(self, None, ())
             self.generator, self.inputs = None, []
@@ -72,7 +72,7 @@ class DifferentiatedAgain:
         self, inputs: Sequence[torch.Tensor], caller: types.FrameType | None, within: types.CodeType | None = None
     ) -> Any:
         """The kind of a call with these flat inputs from code in frame ``caller``, if it is, or may be, differentiated
-        again; else ``None``. Frames from the caller of ``within`` on are ignored."""
+        again; else ``None``. On the stack, the frame of ``within`` and all its callers are ignored."""
         if self._watches is None:
             self._watches = is_named(caller, within)
         if not self._watches:
@@ -95,10 +95,10 @@ class DifferentiatedAgain:
         nodes = {tensor.grad_fn for tensor in structure.flatten(result)[0]} - {None}
         for node in nodes:
             node.register_prehook(heard)  # type: ignore[union-attr]
-        if not nodes:  # no backward pass comes to it
+        if not nodes:  # no backward pass can reach it
             self._kinds.setdefault(kind, False)
         if not any(tensor.requires_grad for tensor in structure.flatten((args, kwargs))[0]):  # gradient penalties
-            weakref.finalize(heard, self._gone, kind).atexit = False  # its nodes hold it
+            weakref.finalize(heard, self._gone, kind).atexit = False  # kept alive by the autograd nodes
         return result
 
     def _gone(self, kind: Any) -> None:

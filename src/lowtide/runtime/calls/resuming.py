@@ -1,4 +1,4 @@
-"""Resuming the generator of a call."""
+"""Resume the generator of a call."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class CurrentStep:
             self.between.count()
 
     def add(self, graph: Planned, entry: Entry, inputs: Sequence[torch.Tensor], call: ModelCall | None) -> None:
-        """``graph`` ran by ``entry``."""
+        """Note that ``graph`` ran by ``entry``. ``call``: ``None`` if the result has no gradient."""
         if call is not None:
             key = (id(graph), sum(1 for other in self.ran if other.graph is graph))
             beside = tuple(one.key for one in self.ran.pending())

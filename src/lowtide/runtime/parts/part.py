@@ -74,7 +74,7 @@ class Part(SharingForward):
         self._asked: Any = None  # key of the call to plan for, and how the module was made
         self._new, self._seen_apart = 0, False  # programs since one was reused; whether a call ran as it is
         self._seen_outside = False  # whether its own code has run
-        self._is_frozen = False  # nothing that its latest call read requires a gradient
+        self._is_frozen = False  # the latest call read nothing that requires a gradient
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -279,12 +279,12 @@ class PartsInPlace:
 
     @property
     def is_called(self) -> bool:
-        """Whether a call of the model is under way."""
+        """Whether a call of the model is running."""
         return self._calls > 0
 
     @property
     def running(self) -> bool:
-        """Whether a call of the model is under way, or a backward pass that may call submodules."""
+        """Whether a call of the model is running, or a backward pass that may call submodules."""
         return (self.is_called or self.backward.are_under_way) and not self._paused
 
     def paused(self) -> contextlib.AbstractContextManager[None]:

@@ -31,7 +31,7 @@ from lowtide.objects.walk import parts_of, refill
 from lowtide.program import generators
 from lowtide.runtime.parts.decisions import recording, replaying
 
-_LARGE = 1 << 16  # bytes of a buffer
+_LARGE = 1 << 16  # bytes: larger buffers are copied only before a write
 
 
 class Recomputation:
@@ -56,7 +56,7 @@ class Recomputation:
         marked = map(vars, (*module.parameters(), *module.buffers()))  # hooks may keep counts there
         given = reach_of((*args, *marked), kwargs)
         before = _State(module, self._attributes_of(module), self._reach_of(module), given)
-        values = pytree.tree_leaves((tuple(args), dict(kwargs)))  # each is watched for writes
+        values = pytree.tree_leaves((tuple(args), dict(kwargs)))  # checkpointing checks each for writes
         decisions: list[Any] = []
 
         def again(*values: Any) -> Any:

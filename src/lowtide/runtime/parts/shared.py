@@ -199,7 +199,7 @@ class SharedBudget(CurrentStep):
         self.exceeded = self._first_plans = False
         members, constraints = self.record.together(self.member)
         self._known.clear()
-        if not self.record:  # the step was broken off
+        if not self.record:  # the step was incomplete
             return
         budget, reserve = self.budget.of([*members.values()], constraints)
         members |= self._measuring.made_up_for(members, budget)

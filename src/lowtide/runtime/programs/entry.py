@@ -105,7 +105,7 @@ class Sample(NamedTuple):
         return args, kwargs
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory ends the process
+@dataclass(frozen=True, slots=True, eq=False, repr=False)  # printing a tensor without memory crashes
 class KeptSample:
     """A call kept to be captured again for other gradients, with its ``autocast`` state. Floating ``tensors`` keep only
     their shape; integers keep their values, because code may ask for them. ``given``: a fingerprint of the plain

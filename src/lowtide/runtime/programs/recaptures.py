@@ -149,13 +149,13 @@ class Recaptures:
         usual, self.known = self.known.expected, replace(self.known, expected=expected)
         try:
             yield
-        except CaptureError:  # the model's own error, say
+        except CaptureError:  # an error of the model itself, say
             self.known = replace(self.known, expected=usual)
             raise
 
 
 class _Call(NamedTuple):
-    seconds: float  # of capture and planning; 0 where the program was known
+    seconds: float  # of capture and planning; 0 if the program was known
     operators: float  # seconds that its operators take that its operators take
     by_values: bool
 

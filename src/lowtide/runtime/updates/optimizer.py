@@ -77,7 +77,7 @@ class UpdatingOptimizer:
         """The flat inputs of a call that its backward pass may update; none if gradients are kept."""
         if self.states is not None:
             self.states.send_away()
-        inside_backward = torch._C._current_graph_task_id() != -1  # of a checkpoint, say
+        inside_backward = torch._C._current_graph_task_id() != -1  # in a checkpoint, say
         adds = self.gradients is None and (self.accumulating > 0 or accelerate_accumulates())
         if adds or inside_backward or self._refusals >= _MOST_REFUSALS:
             self.fill_zeroed()
