@@ -205,8 +205,10 @@ def test_what_is_found_out_again_is_told_once(tmp_path: Path, as_alone: AsAlone)
     assert said.count("Net runs without a plan") == 1
 
 
-def test_a_model_of_which_nothing_can_be_freed(tmp_path: Path, as_alone: AsAlone) -> None:
-    """A percentage of its pass ends no script: gradients of its parameters are most of what that takes."""
+def test_a_model_of_which_nothing_can_be_freed(
+    tmp_path: Path, as_alone: AsAlone, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A percentage of its pass ends no script: gradients of its parameters are most of what that takes. None is advised."""
     script = tmp_path / "critic.py"
     script.write_text(
         "import torch\n"
@@ -221,6 +223,8 @@ def test_a_model_of_which_nothing_can_be_freed(tmp_path: Path, as_alone: AsAlone
     _, _, summary = as_alone(["--budget", "60%"], [str(script)])
     assert "plans could free no more than" in _model(summary, "Sequential")["outside"]
     assert main(["run", "--budget", "1MiB", str(script)]) == 3  # bytes are what there is
+    assert main(["advise", str(script)]) == 0
+    assert "no budget well below the whole pass is met" in capsys.readouterr().out
 
 
 def test_a_model_that_grows_at_equal_arguments(tmp_path: Path, as_alone: AsAlone) -> None:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from lowtide.capture import capture
 from lowtide.capture.trace.checkpoints import is_left_to_plan
 from lowtide.integrations.interpreter import Enough
-from lowtide.integrations.roots import Root, Roots, not_planned, refused
+from lowtide.integrations.roots import WORTH_FREEING, Root, Roots, not_planned, refused
 from lowtide.ir import Costs
 from lowtide.pipeline import make_program_plan, program_costs
 from lowtide.planning import Plan
@@ -155,7 +155,7 @@ class Advice:
         point, whole, own = self.suggested, self.curve.unconstrained_peak_bytes, self.watched.own_bytes
         now = "the whole pass" if own is None else f"the {format_bytes(own)} that it takes by its own checkpointing"
         if point is None:
-            return f"no budget below {now} is met: nothing would be gained"
+            return f"no budget well below {now} is met: little would be gained"
         share = -(-100 * point.budget_bytes // max(whole, 1))
         costs = f"{format_percent(self.curve.overhead(point.time_ns))} longer per pass (predicted)"
         gain = f"takes {format_bytes(whole - point.budget_bytes)} less, and {costs}"
@@ -180,7 +180,7 @@ def advise(watched: Watched, on_progress: Progress | None = None) -> Advice:
     budgets = [whole * share // 100 for share in SHARES]
     curve = make_curve(program.graph, costs, budgets=budgets, on_progress=on_progress)
     taken = whole if watched.own_bytes is None else min(whole, watched.own_bytes)
-    less = [point for point in curve.points if point.budget_bytes < taken]
+    less = [point for point in curve.points if point.budget_bytes <= (1 - WORTH_FREEING) * taken]
     cheap = [point for point in less if curve.overhead(point.time_ns) <= WORTHWHILE]
     suggested = cheap[-1] if cheap else (less[0] if less else None)
     plan = plain

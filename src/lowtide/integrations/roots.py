@@ -36,7 +36,8 @@ from lowtide.runtime.model import Rematerialized
 from lowtide.runtime.parts.submodules import is_one_operator
 
 _Call = Callable[..., Any]
-_MOST_GONE = 16  # former models of one class, from which on no more are planned
+WORTH_FREEING = 0.02  # of a pass: a plan that frees less is not worth its time
+_MOST_GONE = 16  # models of one class that were found and are no more
 _COME_AND_GO = "models of this class come and go, and a plan for each would take longer than it lasts"
 
 

@@ -11,11 +11,10 @@ from torch import nn
 from lowtide.api import plans, rematerialize
 from lowtide.budget import is_percentage, parse_reserve
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.integrations.roots import Root, Roots, not_planned, refused
+from lowtide.integrations.roots import WORTH_FREEING, Root, Roots, not_planned, refused
 from lowtide.units import format_bytes, format_percent
 
 SMALL_BYTES = 1 << 20  # a pass below this is not worth an error
-_WORTH_FREEING = 0.02  # of a pass
 _OVER = 0.01  # of the budget is not worth a line
 
 
@@ -81,7 +80,7 @@ def _too_small(root: Root, error: InfeasibleBudgetError, budget: Any) -> None:
     root.outside = f"it needs {format_bytes(least)}, which is more than {budget} of its pass"
     if least < SMALL_BYTES:
         root.outside += ", but little"
-    elif freed < _WORTH_FREEING * whole:
+    elif freed < WORTH_FREEING * whole:
         root.outside = f"plans could free no more than {format_bytes(freed)} of the {format_bytes(whole)} of its pass"
     else:
         root.outside += ": its backward pass ends the script"
