@@ -504,6 +504,15 @@ def test_advice_is_on_what_trains(capsys: pytest.CaptureFixture[str]) -> None:
         assert float(predicted) == pytest.approx(float(measured), rel=0.2)  # a loss is outside of them
 
 
+def test_advice_of_processes_that_train_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Is the first one's."""
+    monkeypatch.setenv("RANK", "1")
+    assert main(["advise", "--steps", "1", "plain.py", "0", "0"]) == 0
+    assert "where memory goes" not in capsys.readouterr().out
+
+
 def test_advice_leaves_forked_processes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A process that ended after some steps would be waited for, for ever."""
     script = tmp_path / "forks.py"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from lowtide.cli.options import positive
-from lowtide.cli.run import add_script_options, say, script_of
+from lowtide.cli.run import add_script_options, say, script_of, speaks
 from lowtide.errors import LowtideError
 from lowtide.progress import progress_bar
 from lowtide.report.writers import write_report, writer_of
@@ -36,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
     with watch:
         code = run_script(target, arguments, as_module=as_module)
     sys.stdout.flush()
+    if not speaks():
+        return code
     if not watch.watched:
         outside = [f"{root.name}: {root.outside}" for root in watch.roots.roots]
         none = "this process called no module in training mode (model.train()) with gradients"

@@ -119,13 +119,13 @@ def _online(options: argparse.Namespace) -> Iterator[None]:
         print("\n".join(["lowtide: the script ran online", *fact_lines(counted)]), file=sys.stderr)
 
 
-def _speaks() -> bool:
+def speaks() -> bool:
     """Whether this is the first of the processes that train together, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(line: str) -> None:
-    if _speaks():
+    if speaks():
         print(f"lowtide: {line}", file=sys.stderr, flush=True)
 
 
@@ -135,7 +135,7 @@ def _summarize(found: Roots, options: argparse.Namespace) -> None:
     report: str | None = options.report
 
     sys.stdout.flush()
-    if not _speaks():
+    if not speaks():
         return
     if not found.roots:
         say("nothing was planned: this process called no module in training mode (model.train()) with gradients")
