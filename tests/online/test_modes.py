@@ -403,3 +403,22 @@ def test_operators_are_read_once_for_all_entries(monkeypatch: pytest.MonkeyPatch
         with session:
             torch.tanh(weight @ weight).sum().backward()
     assert len(read) == len(set(read)) > 0
+
+
+def test_models_that_are_exported_inside() -> None:
+    """What PyTorch traces has no memory: neither its tensors nor those that are made meanwhile are the online mode's."""
+
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + torch.arange(8, dtype=x.dtype)
+
+    model, x = Places(), torch.ones(2, 8)
+    with lowtide.online("8MiB"):
+        exported = torch.export.export(model, (x,))
+        model(x).sum().backward()
+        assert torch.equal(exported.module()(x), model(x))
+    assert "arange" in exported.graph_module.code

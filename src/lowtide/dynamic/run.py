@@ -41,6 +41,7 @@ _WARN_FROM_NS = 1_000_000_000  # a second of recomputation
 _EXTENSIONS = 30  # most times that the limit is raised at the end, each by the missing bytes
 _TINY = 1_000_000  # results smaller than a millionth of the budget are never evicted
 _PLAIN = torch.Tensor.__torch_dispatch__
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _Result = TypeVar("_Result")
 
 
@@ -65,6 +66,8 @@ class OnlineMode(UncompiledMode):
 
     @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._get_dispatch_mode(_FAKE) is not None:  # what is traced (``torch.export``) has no memory
+            return func(*args, **(kwargs or {}))
         for kind in types:
             if kind.__torch_dispatch__ is not _PLAIN:
                 return NotImplemented  # a tensor subclass: its inner tensors are dispatched again
