@@ -1,8 +1,8 @@
 """Capture: trace a model on fake tensors and convert the joint graph.
 
-``capture`` runs the model's Python on fake tensors: once, and again where that has shown what a trace should know. It executes
-no operator on real activations and changes nothing of the user's; operators that others registered are tried on made-up
-tensors (``convert.trial``).
+``capture`` runs the model's Python code on fake tensors. If a trace shows something that it should have known from the
+start, the model is traced again. No operator runs on real activations, and nothing of the user's changes. Operators
+that other libraries registered are tried on made-up tensors (``convert.trial``).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ Rewrite = Callable[[torch.fx.GraphModule], None]
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """An attempt that found nothing new: the joint graph, and what was noted while it was traced."""
+    """A trace that showed nothing new: the joint graph, and what was recorded with it."""
 
     module: torch.fx.GraphModule
     traced: TracedModel
@@ -95,16 +95,17 @@ def capture(
     sizes: SymbolicSizes | None = None,
     like: Captured | None = None,
 ) -> Captured:
-    """The training program of ``model(*args, **kwargs)``, and its contract.
+    """Capture the training program of ``model(*args, **kwargs)``, and its contract.
 
-    ``mask`` tells for which tensors of the result a gradient will come back, and in which layout; by default it is guessed, see
-    ``gradient_mask.guess_mask``. ``rewrite`` may change the joint graph before it is converted. With ``sizes``, the program's
-    sizes are symbolic, see ``capture.family``; ``like``: a capture with other sizes, which tells what numbers are inputs.
+    ``mask``: for which tensors of the result a gradient will come back, and in which layout; guessed by default, see
+    ``gradient_mask.guess_mask``. ``rewrite`` may change the joint graph before it is converted. ``sizes``: make the
+    program's sizes symbolic, see ``capture.family``. ``like``: a capture with other sizes, which shows which numbers
+    are inputs.
 
-    The call is traced until a trace finds nothing that the next one should know. Raises ``CaptureError`` where the program
-    depends on data in a way that cannot be answered before it runs, or uses something unsupported.
+    The call is traced until a trace shows nothing new. Raises ``CaptureError`` if the program depends on data in a way
+    that cannot be known before it runs, or uses something unsupported.
     """
-    # A trace makes few cycles and many objects: the collector would look at all of the process again and again.
+    # A trace makes many objects but few cycles, so collections would walk the whole process in vain.
     with CAPTURING, collector_held(), gradients_unchecked():
         state = model_state(model)
         tensors, arguments = flat_arguments(args, kwargs, state.tensors)
@@ -130,9 +131,12 @@ def capture(
 def _with_scalars(
     call: TracedCall, trace: _Trace, captured: Captured, known: Known, rewrite: Rewrite | None, like: Captured | None
 ) -> Captured | Known:
-    """A call of which operators take numbers that change, as one capture for all of them: traced with others in their place,
-    it must be the same program but for what follows from these. With symbolic sizes, these are where they are in a capture
-    ``like`` this one. Otherwise what is known then: some of them are constants."""
+    """One capture for all values of numbers that change from call to call and that operators take.
+
+    The call is traced again with other numbers. If the programs differ only in what follows from the numbers, these
+    become inputs. With symbolic sizes, their places are those of the capture ``like``. If the programs differ in more,
+    returns what the next trace should know: some of the numbers are constants.
+    """
     recorder = known.recorder
     assert recorder is not None
     if like is None:
@@ -158,7 +162,7 @@ def _with_scalars(
 
 
 def _traced(call: TracedCall, known: Known) -> tuple[_Trace, Known]:
-    """A trace that finds nothing more that it should have known, and what it knew."""
+    """Trace until a trace shows nothing new. Returns that trace, and what was known before it."""
     while True:
         attempt = _attempt(call, known)
         if not isinstance(attempt, Known):
@@ -167,7 +171,7 @@ def _traced(call: TracedCall, known: Known) -> tuple[_Trace, Known]:
 
 
 class _LearnedError(Exception):
-    """The first run of the model has shown what the next attempt should know."""
+    """Raised when the first run of the model shows something that the trace should have known."""
 
     def __init__(self, known: Known) -> None:
         super().__init__()
@@ -175,12 +179,12 @@ class _LearnedError(Exception):
 
 
 class _ChangedError(Exception):
-    """The first run has changed something outside of the model. What a second one does not change again is a cache, and the
-    program is that of calls that find it filled."""
+    """Raised when the first run has changed something outside the model. What a second run does not change again is a
+    cache, and the program to capture is that of calls with a filled cache."""
 
 
 def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
-    """A trace of the call; or what was learned from it, where that makes for another one."""
+    """Trace the call once. Returns the trace, or what the next one should know if it showed something new."""
     assert known.recorder is not None
     model, recorder, effects = call.model, known.recorder, known.effects
     mode = AnsweringFakeMode(call.sizes, known.expected)
@@ -194,7 +198,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
     traced = TracedModel(call, held, effects.tensors if effects else (), recorder, numbers, read, mode.expectations)
     outside: list[Read] = []
 
-    def learn() -> None:  # from the first run, before the joint graph is traced in vain
+    def learn() -> None:  # after the first run, before the joint graph is traced in vain
         traced.after_run = lambda: None
         learned = _learned_of_numbers(known, traced)
         if learned is not None:
@@ -220,7 +224,7 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
             told = traced.run.told
             effects = rehearse(call, held, traced.reads, outside, places, left, known.expected, read or None, told)
             if known.unknown and not {*left} <= {one.place for one in effects.tensors}:
-                return known.without_numbers_read(None)  # it leaves numbers that the rehearsal knew
+                return known.without_numbers_read(None)  # the model keeps numbers that the rehearsal took as known
             if effects.tensors or effects.carried:
                 return replace(known, effects=effects, follow=known.attributes | effects.carried)
     except _LearnedError as error:
@@ -260,14 +264,14 @@ def _attempt(call: TracedCall, known: Known) -> _Trace | Known:
         return replace(known, effects=effects)
     if read.misused:
         return known.without_numbers_read(effects, read.clocked)
-    read.begin()  # what is kept of its numbers keeps nothing of the trace
+    read.begin()  # so that kept numbers do not keep the trace alive
     return _Trace(module, traced, held, followed, effects or Effects(), tuple(mode.questions), recorder.draws, known)
 
 
 def _learned_of_numbers(known: Known, traced: TracedModel, error: BaseException | None = None) -> Known | None:
-    """Where the call does more than to compare numbers, or changes others than those that are known to change: what is known
-    now. A trace that has failed by an ``error`` for no known reason may have done so for texts or, if there are none, for those
-    that operators took, or for all."""
+    """What is known about numbers after a trace, if it is more than before; else ``None``. New is that the call does
+    more with numbers than compare them, or that it changes numbers. If the trace failed with an ``error`` for no known
+    reason, texts are suspected first, then numbers that operators took, then all numbers."""
     places = traced.used_otherwise(failed=error is not None)
     if error is not None and not places:
         every = {one.read.place for one in traced.numbers.every}
@@ -283,7 +287,7 @@ def _learned_of_numbers(known: Known, traced: TracedModel, error: BaseException 
 
 
 def _finished(call: TracedCall, trace: _Trace, rewrite: Rewrite | None) -> Captured:
-    """The program of a joint graph, and the contract."""
+    """Convert the joint graph of a trace to a program, and make its contract."""
     run, effects, held = trace.traced.run, trace.effects, trace.held
     if all(entry is False for entry in run.mask):
         if trace.traced.expectations.answers:
@@ -326,14 +330,15 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Rewrite | None) -> Captu
 
 
 def _read_inputs(program: Program, questions: Sequence[Any]) -> set[int]:
-    """The flat inputs that are of consequence: for operators, results, or answers."""
+    """The flat inputs that operators, results, or answers to questions depend on."""
     asked = (question.known.positions() for question in questions)
     returned = {result.argument for result in program.results if result.argument is not None}
     return {i for i, value in enumerate(program.inputs) if value is not None} | returned.union(*asked)
 
 
 def _guards(model: nn.Module, trace: _Trace, settings: Sequence[attribute_effects.ValueEffect]) -> tuple[Guards, ...]:
-    """What the model must be like: as it is now or, where the next call has the same program, as this one leaves it."""
+    """Guards for the model as it is now, and, if the next call has the same program, for the model as this call leaves
+    it."""
     effects, reads, held = trace.effects, trace.traced.reads, trace.held
     unlike = effects.carried | trace.traced.run.derived
     written = [one.place for one in effects.tensors if not one.once and one.place not in unlike]

@@ -1,4 +1,4 @@
-"""What a captured program means for the model: when it holds for a call, and what a planned call does to the model besides."""
+"""What a captured program means for its model: for which calls it holds, and what a planned call does to the model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,16 @@ from lowtide.program.scalars import NUMBERS, as_tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conditions:
-    """What a program depends on beside the layouts of its inputs: the answers to ``questions`` about their values, what the
-    model is like, in one of several ways (``guards``), and what Python and NumPy draw. ``written``: flat inputs that it writes
-    into, whose memory no other input may share. ``expected``: how checks of values go, which the program looks at itself.
-    ``late``: what code reads in the backward pass, which must be the same when that comes. ``bounds`` and ``unknown``: as of
-    ``Known``."""
+    """What a program depends on besides the layouts of its inputs.
+
+    - ``questions``: about values of inputs, with the answers that the program was captured with.
+    - ``guards``: what the model must be like; one of them must hold.
+    - ``draws``: what the generators of Python and NumPy must return.
+    - ``written``: flat inputs that the program writes into. No other input may share their memory.
+    - ``expected``: how checks of values go. The program itself looks at these values.
+    - ``late``: what code reads in the backward pass. It must still be the same then.
+    - ``bounds``, ``unknown``: see ``Known``.
+    """
 
     questions: tuple[Any, ...] = ()
     guards: tuple[Guards, ...] = (Guards(),)
@@ -53,8 +58,8 @@ class Conditions:
     unknown: frozenset[int] = frozenset()
 
     def hold(self, modules: Sequence[nn.Module], inputs: list[torch.Tensor], memo: dict[int, Any]) -> bool:
-        """Whether a call now has this program. ``modules``: all of the model's, itself first; ``inputs``: flat, without those
-        in attributes; ``memo``: of the call."""
+        """Whether the program holds for a call now. ``modules``: all modules of the model, the model first. ``inputs``: the
+        flat inputs without those in attributes. ``memo``: answers that were already found for this call."""
         given = self.held_inputs.behind(inputs, modules[0])
         return (
             given is not None
@@ -65,56 +70,56 @@ class Conditions:
         )
 
     def go(self, expected: Sequence[bool | None]) -> bool:
-        """Whether the first checks of values go like this, as far as it says."""
+        """Whether the first checks of values go as ``expected`` says, where it is not ``None``."""
         known = tuple(one for one in expected if one is not None)
         return self.expected[: len(known)] == known
 
     def are_apart(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether what the program writes into is no other input's memory."""
+        """Whether no other input shares memory with inputs that the program writes into."""
         if not self.written:
             return True
         memory = Counter(map(memory_of, given))
         return all(memory[memory_of(given[place])] == 1 for place in self.written)
 
     def fit(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether the model is as it has to be."""
+        """Whether one of the guards holds for the model."""
         return any(guards.hold(modules) for guards in self.guards)
 
     def catches(self) -> bool:
-        """Whether code that the forward pass could run goes on where an operator fails."""
+        """Whether code that the forward pass may run catches errors of operators."""
         return catches(self.guards[-1].functions())
 
     def changed(self, model: nn.Module) -> str:
-        """In words, what of the model is not as it has to be."""
+        """A text that says what in the model breaks the guards; empty if nothing does."""
         return "" if self.fit(list(model.modules())) else self.guards[-1].broken(model)
 
     def changed_since(self) -> str:
-        """In words, what code that runs in the backward pass would find to be another one than in the forward pass."""
-        with CAPTURING:  # in another thread it replaces some of that meanwhile
+        """A text that says what has changed since the forward pass, of what code reads in the backward pass; or empty."""
+        with CAPTURING:  # a capture in another thread replaces some of it meanwhile
             return next((text for text, _ in self.guards[0].changed(self.late)), "")
 
     def other_tensors(self, model: nn.Module) -> set[AttributePath]:
-        """Attributes whose tensors are not those that they have to be."""
+        """Attributes with other tensors than the guards require."""
         return set() if self.fit(list(model.modules())) else self.guards[-1].other_tensors(model)
 
     def other_numbers(self, model: nn.Module) -> dict[Place, Read]:
-        """Numbers that were read and are not those that they have to be."""
+        """Numbers that were read and differ from what the guards require."""
         return {} if self.fit(list(model.modules())) else self.guards[-1].other_numbers(model)
 
     def compared(self) -> dict[Place, Read]:
-        """Numbers that were read, and only compared."""
+        """Numbers that code read and only compared."""
         return self.guards[-1].compared()
 
     def places(self) -> set[Place]:
-        """Of all that was read."""
+        """The places of everything that was read."""
         return {read.place for read in self.guards[-1].reads}
 
     def recorder(self) -> RandomRecorder | None:
-        """To capture the same call again, with the same draws."""
+        """A recorder for capturing the same call again with the same draws."""
         return None if self.draws is None else RandomRecorder(self.draws.start)
 
     def broken(self, model: nn.Module, inputs: list[torch.Tensor]) -> str:
-        """In words, why they do not hold."""
+        """A text that says why the conditions do not hold."""
         given = self.held_inputs.behind(inputs, model)
         if given is None:
             return self.changed(model) or "tensors in its attributes are not where they were"
@@ -124,15 +129,15 @@ class Conditions:
         return self.changed(model) or next(answers, "what is drawn from the generators of Python or NumPy")
 
     def changed_inputs(self, model: nn.Module, inputs: list[torch.Tensor], numbers: bool = False) -> frozenset[int]:
-        """The flat inputs of which a question has another answer; where it is about ``numbers``, another one of these."""
+        """The flat inputs for which a question has another answer now. ``numbers``: only answers that are numbers."""
         given = self.held_inputs.behind(inputs, model)
         others = () if given is None else self._other_answers(given)
         asked = (question.known.positions() for question, answer in others if not numbers or _is_of_numbers(answer))
         return frozenset[int]().union(*asked)
 
     def ask_other_numbers(self, inputs: list[torch.Tensor], model: nn.Module, states: int) -> bool:
-        """Whether a question about whole numbers in arguments has another answer for these inputs of ``model``, the first
-        ``states`` of which are its own."""
+        """Whether a question about whole numbers in arguments has another answer for these inputs. The first ``states``
+        inputs are those of ``model`` itself."""
         given = self.held_inputs.behind(inputs, model)
         return given is not None and any(
             not isinstance(answer, bool | float) and max(question.known.positions(), default=0) >= states
@@ -141,11 +146,11 @@ class Conditions:
 
     @property
     def turn(self) -> bool:
-        """Whether a truth value that was asked for is one that the program writes: that it has been initialized, say."""
+        """Whether code asks for a truth value that the program itself writes (a flag that says "initialized", say)."""
         return any(isinstance(one.answer, bool) and one.known.positions() & self.written for one in self.questions)
 
     def _other_answers(self, given: Sequence[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
-        """The questions that have another answer now, and that."""
+        """The questions that have another answer now, each with that answer."""
         memo: dict[int, Any] = {}
         now = ((question, question.asked(given, memo)) for question in self.questions)
         return ((question, answer) for question, answer in now if answer != question.answer)
@@ -153,15 +158,17 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contract:
-    """What a planned call returns and leaves behind beside what its operators compute.
+    """What a planned call returns and leaves behind, besides what its operators compute.
 
-    ``result_structure`` is of what the model returned, what it left in the attributes ``effects.tensors``, and what it
-    ``writes`` into dictionaries, lists and objects among the arguments;
-    ``settings`` are the plain values that it left (``effects.attribute_effects``), ``counted`` the numbers that it counted
-    on, ``buffers`` those that it registers or replaces, by name; ``specs`` say of each result how it is distributed;
-    ``scalars`` are the numbers that are inputs of the program (``program.scalars``): where they are read, or their places among
-    those that are drawn.
-    ``conditions``: under which all of this, and the program, hold for a call.
+    - ``result_structure``: the structure of what the model returned, what it left in the attributes
+      ``effects.tensors``, and what it ``writes`` into dictionaries, lists and objects among the arguments.
+    - ``conditions``: when the contract and the program hold for a call.
+    - ``settings``: plain values that the call leaves in attributes (``effects.attribute_effects``).
+    - ``counted``: numbers in attributes that each call counts up.
+    - ``buffers``: buffers that the call registers or replaces, by name.
+    - ``specs``: for each result, how it is distributed over devices.
+    - ``scalars``: numbers that are inputs of the program (``program.scalars``): where each is read, or its place among
+      the drawn numbers.
     """
 
     result_structure: Any
@@ -180,14 +187,14 @@ class Contract:
 
     @property
     def numbers(self) -> list[Any]:
-        """What tells the ``scalars`` from those of another capture."""
+        """The ``scalars`` in a form that can be compared with those of another capture."""
         return [one.place if isinstance(one, Read) else one for one in self.scalars]
 
     def flat_inputs(
         self, model: nn.Module, inputs: list[torch.Tensor], draws: RandomNumbers | None = None
     ) -> list[torch.Tensor] | None:
-        """The flat inputs, with those in the model's attributes, and numbers behind them; ``None`` where they are not all
-        there. ``draws``: of the conditions that hold for the call, by default its own."""
+        """The flat inputs, followed by those in the model's attributes and by numbers; ``None`` if some are missing.
+        ``draws``: those of the conditions that hold for the call; by default this contract's."""
         given = self.held_inputs.behind(inputs, model)
         if given is None or not self.scalars:
             return given
@@ -199,8 +206,9 @@ class Contract:
     def fulfil(
         self, model: nn.Module, tensors: Sequence[torch.Tensor], objects: Sequence[Any], given: Sequence[Any] = ()
     ) -> tuple[Any, list[attribute_effects.Before]]:
-        """What the call returns, made of its result ``tensors`` and the ``objects`` among its arguments, after leaving in the
-        model, and in what was ``given`` to write into, what it leaves there; and what was in the model before."""
+        """Make the call's result from its result ``tensors`` and the ``objects`` among its arguments. Writes into the model,
+        and into the ``given`` arguments, what the call leaves there. Returns the result, and what was in the model
+        before."""
         buffer_effects.put(model, self.buffers, tensors)
         tensors = [formed(*each) for each in itertools.zip_longest(tensors, self.specs)]
         result, left, values = structure.unflatten(self.result_structure, tensors, [*objects, *given])
@@ -215,7 +223,7 @@ class Contract:
         return result, before
 
     def returns_as(self, other: Contract) -> bool:
-        """Whether a planned call returns the same, and leaves the same tensors in the model."""
+        """Whether planned calls of both return the same, and leave the same tensors in the model."""
         return (
             fingerprint(self.result_structure) == fingerprint(other.result_structure)
             and (self.effects.tensors, self.held_inputs) == (other.effects.tensors, other.held_inputs)
@@ -223,7 +231,7 @@ class Contract:
         )
 
     def same_as(self, other: Contract) -> bool:
-        """Whether a planned call does the same to the model, whatever it holds for."""
+        """Whether planned calls of both do the same to the model. Conditions are not compared."""
         return (
             self.returns_as(other)
             and [one.key for one in self.settings] == [one.key for one in other.settings]
@@ -234,16 +242,16 @@ class Contract:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A call of a model: the tensor program, and the contract of its Python code."""
+    """A captured call of a model: its tensor program, and the contract of its Python code."""
 
     program: Program
     contract: Contract
 
     def same_as(self, other: Captured, held: Collection[int]) -> bool:
-        """Whether both stand for the same call, see ``Program.same_as``."""
+        """Whether both stand for the same call; see ``Program.same_as``."""
         return self.contract.same_as(other.contract) and self.program.same_as(other.program, held)
 
 
 def _is_of_numbers(answer: Any) -> bool:
-    """Whether it is a number, or a list of such: no truth value, and no shape."""
+    """Whether an answer is a number or a list of numbers, not a truth value or a shape."""
     return type(answer) in NUMBERS or (type(answer) is list and all(map(_is_of_numbers, answer)))

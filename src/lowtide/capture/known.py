@@ -1,4 +1,4 @@
-"""What a capture may begin with, and what each of its traces learns for the next one."""
+"""What is known about a call before it is traced. Each trace adds what it learned, for the next one."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of a call before it is traced: from an attempt before, or from another program of the same call.
+    """What is known about a call before it is traced: from an earlier trace, or from another program of the same call.
 
-    ``effects``: what it does to attributes; ``None`` where that is to be found out. ``follow``: attributes whose tensors are
-    inputs of the program instead of constants, more of which may be found; or just those of another program, in their order.
-    ``recorder``: in which state the generators of Python and NumPy are; by default, in that of now. ``changed_backward``: what
-    was another in the end of a backward pass, by the pass itself or by another thread: the pass would do it again. ``numbers``
-    that were read and seen to change: how they compare is found out; ``computed``: those that the call does more with, and how
-    it compares these first, if it does (``bounds``): where they compare otherwise, it may do no more than that, which is
-    ``tried`` once.
-    ``scalars``: whether numbers that operators take may be inputs of the program; ``moved``: operators are given others;
-    ``items``: whether there may be numbers of tensors that the pass has computed, of ``clocks`` as well, and
-    ``converting``: variables of modules whose code asks for these by ``float`` or ``int``.
-    ``unknown``: flat inputs with other whole numbers in each call, of which a number that code reads is one that the pass has
-    computed; ``asked``: those with which it does more.
-    ``expected``: how the first checks of values go (``trace.expected``); with ``None`` there are to be none.
+    - ``effects``: what the call does to attributes; ``None`` if not known yet.
+    - ``follow``: attributes whose tensors are inputs of the program, not constants. A trace may find more, unless they
+      are given as ``HeldInputs``: then they are those of another program, in its order.
+    - ``recorder``: the state in which the generators of Python and NumPy start; by default their present one.
+    - ``changed_backward``: what differed after a backward pass, because the pass or another thread changed it.
+    - ``numbers``: numbers in Python that were read and that change; the trace finds out how they are compared.
+      ``computed``: those with which the call does more than compare. ``bounds``: how the call compares these first; if a
+      comparison turns out otherwise, the call may do nothing more with the number. ``tried``: where this was tried.
+    - ``scalars``: whether numbers that operators take may become inputs of the program. ``moved``: whether this trace
+      gives operators other numbers instead.
+    - ``items``: whether Python may read numbers from computed tensors (``loss.item()``). ``clocks``: the same for
+      clocks. ``converting``: variables of modules whose code converts such numbers by ``float`` or ``int``.
+    - ``unknown``: flat inputs with other whole numbers in each call; numbers that code reads from them count as read
+      from computed tensors. ``asked``: those with which the call does more.
+    - ``expected``: how the first checks of values go (``trace.expected``); ``None``: expect nothing.
     """
 
     effects: Effects | None = None
@@ -60,7 +62,7 @@ class Known:
 
     @staticmethod
     def of(captured: Captured) -> Known:
-        """To trace the same call again."""
+        """What to know for tracing the same call again."""
         contract = captured.contract
         numbers, expected = contract.conditions.compared(), contract.conditions.expected
         recorder = contract.conditions.recorder()
@@ -71,13 +73,13 @@ class Known:
 
     @staticmethod
     def like(captured: Captured) -> Known:
-        """To trace a call that is like it but for what its Python code does."""
+        """What to know for tracing a similar call whose Python code does something else."""
         known = Known.of(captured)
         return replace(known, effects=None, follow=known.attributes, recorder=None)
 
     def without_numbers_read(self, effects: Effects | None, clocked: bool = False) -> Known:
-        """The next thing to try where more is done with numbers that are read of tensors than is known. ``clocked``: some are
-        those of clocks."""
+        """What to try next if code does more with numbers read from tensors than can be followed. ``clocked``: some of the
+        numbers are those of clocks."""
         if clocked:
             _LOG.info(
                 "the forward pass does more with what a clock says than to compute with it, or to keep or return it: planned "
@@ -87,8 +89,8 @@ class Known:
         return replace(self, effects=effects, items=self.items and bool(self.unknown), unknown=frozenset())
 
     def with_changes(self, conditions: Conditions, model: nn.Module, unknown: frozenset[int]) -> Known:
-        """For another call, where these conditions do not hold any more: what has changed is likely to change again.
-        ``unknown``: flat inputs with other numbers than in the call before."""
+        """What to know for a call for which ``conditions`` no longer hold: what has changed is likely to change again.
+        ``unknown``: flat inputs with other numbers than in the previous call."""
         numbers = {**self.numbers, **conditions.other_numbers(model)}
         met = (self.bounds.keys() & numbers.keys()) - self.tried
         passed = {place for place in met if not self.bounds[place].hold(current(*numbers[place][:3]))}
@@ -97,14 +99,14 @@ class Known:
         return replace(left, follow=follow, numbers=numbers, unknown=unknown)
 
     def comes_to_bounds(self, places: Iterable[Place], calls: int) -> bool:
-        """Whether all of these numbers, should they go on as from the last call to this one, will compare otherwise within so
-        many ``calls``."""
+        """Whether all of these numbers will compare otherwise within so many ``calls``, if they go on changing as they did
+        since the last call."""
         bounds = {place: bound for place, bound in self.bounds.items() if place not in self.tried}
         return all(place in bounds and bounds[place].turns(self.numbers[place], calls) for place in places)
 
     def after(self, captured: Captured) -> Known:
-        """What is still worth knowing when a call has been ``captured`` with it. Numbers that this one did not read are as
-        others left them."""
+        """What is still worth knowing after a call was ``captured`` with this knowledge. Numbers that the call did not read
+        stay as they are."""
         conditions = captured.contract.conditions
         compared, bounds = conditions.compared(), {**self.bounds, **conditions.bounds}
         there = conditions.places()
