@@ -69,6 +69,17 @@ class _Asks(_Linear):
         return self.linear(x).square().mean() + self.linear(x.requires_grad_()).mean()
 
 
+class _Averages(_Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        self.mean.lerp_(x.mean(0), 0.1)
+        return x.square().mean()
+
+
 _SCALE = nn.Parameter(torch.ones(8))
 _MEAN = torch.zeros(8)
 
@@ -195,6 +206,7 @@ def _rows() -> torch.Tensor:
         (_Keeps, lambda: (SimpleNamespace(x=_rows()), SimpleNamespace()), "adds to a list, a dict or an object"),
         (_Leaves, lambda: (_rows(), SimpleNamespace()), "adds to a list, a dict or an object"),
         (_Asks, lambda: (_rows(),), r"requires_grad_\(\) on .* that it has read before"),
+        (_Averages, lambda: (_rows(),), r"into a buffer .* Write x.detach\(\)"),
         (_GlobalParameter, lambda: (_rows(),), "none of its parameters"),
         (_WritesInput, lambda: (_rows().requires_grad_() * 1,), "writes in place"),
         (_SharedBuffers, lambda: (_rows(),), "several buffers or arguments share"),

@@ -131,7 +131,13 @@ class GradientRequiredError(CaptureError):
 
 def refuse_required(given: Sequence[torch.Tensor], before: Sequence[bool]) -> None:
     """Raises ``CaptureError`` where tensors require a gradient otherwise than ``before``."""
-    if [tensor.requires_grad for tensor in given] != [*before]:
+    different = [tensor for tensor, one in zip(given, before, strict=True) if tensor.requires_grad != one]
+    if any(not tensor.is_leaf for tensor in different):
+        raise CaptureError(
+            "the forward pass writes what has a gradient into a buffer or an argument (self.mean.lerp_(x.mean(0), 0.1)), which "
+            "has its history from then on, and keeps it from call to call. Write x.detach(), or within torch.no_grad()."
+        )
+    if different:
         raise CaptureError(
             "the forward pass calls requires_grad_() on a parameter, a buffer or an argument that it has read before, which "
             "planned calls would not do. Call it before the forward pass, or run the model under lowtide.online."
