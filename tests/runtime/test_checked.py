@@ -148,3 +148,32 @@ def test_batches_that_are_cut_out_of_one_tensor(dynamic: bool, lengths: tuple[in
     for index, length in enumerate(lengths):
         with lowtide.checked(every=1):
             model(data[2 * index : 2 * index + length]).square().mean().backward()
+
+
+class _Auxiliary(nn.Module):
+    """Leaves a term of the loss in an attribute, and in one that it also reads what it left there."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.reads, self.terms, self.last = reads, dict[str, Any](), torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            layer.term = x.square().mean()
+        self.terms["sum"] = x.sum()
+        if self.reads:
+            x = x + self.last.detach()
+            self.last = x.mean(0)
+        return x.mean()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_terms_of_the_loss_that_are_left_in_attributes(reads: bool) -> None:
+    """The second call finds tensors there that require gradients, and does not read them."""
+    model = _planned(_Auxiliary(reads))
+    with lowtide.checked(every=1):
+        for _ in range(3):
+            loss = model(torch.randn(3, 4))
+            (loss + sum(layer.term for layer in model.layers) + model.terms["sum"]).backward()

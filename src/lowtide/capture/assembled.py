@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+
+from torch import fx
 
 from lowtide.capture.convert.convert import Converted
 from lowtide.capture.model_state import State
@@ -12,7 +15,16 @@ from lowtide.ir.graph import TANGENT_TARGET
 from lowtide.program.overwrites import with_overwrites
 from lowtide.program.program import Program
 from lowtide.program.results import Result
-from lowtide.program.roles import Gradient, Output
+from lowtide.program.roles import Gradient, Input, Output
+
+
+def leave_out_unread(graph: fx.Graph, first: int, used: Collection[int]) -> int:
+    """How many flat inputs a joint ``graph`` has without the last ones that nobody reads, from the ``first`` that may go; these
+    are taken out. ``used``: inputs that count as read. A program does not depend on what the model holds and does not read."""
+    inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["role"], Input)]
+    while len(inputs) > first and not inputs[-1].users and len(inputs) - 1 not in used:
+        graph.erase_node(inputs.pop())
+    return len(inputs)
 
 
 def assembled(converted: Converted, run: TracedRun, state: State, name: str) -> Program:
@@ -47,7 +59,7 @@ def assembled(converted: Converted, run: TracedRun, state: State, name: str) -> 
         state_names=state.names,
         parameters=state.parameters,
         kept=tuple(converted.kept),
-        unlinked=run.unlinked,
+        unlinked=tuple(number for number in run.unlinked if number < len(converted.inputs)),
         sums=tuple((role.input, count) for role, count in converted.sums.items()),
     )
     return with_overwrites(program)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lowtide.capture.arguments import flat_arguments
-from lowtide.capture.assembled import assembled
+from lowtide.capture.assembled import assembled, leave_out_unread
 from lowtide.capture.contract import Captured, Conditions, Contract
 from lowtide.capture.conversions import can_follow
 from lowtide.capture.convert.convert import convert
@@ -63,7 +63,6 @@ from lowtide.objects.places import current
 from lowtide.program.distributed.gathers import with_gathers
 from lowtide.program.distributed.local import with_own_sizes
 from lowtide.program.items import with_items
-from lowtide.program.program import Program
 from lowtide.program.results import GradientMask
 from lowtide.program.scalars import Taken, with_scalars, with_scalars_of
 
@@ -299,7 +298,10 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Rewrite | None) -> Captu
             "no output of the model requires a gradient, so there is nothing to rematerialize: check requires_grad of "
             "the parameters and inputs, and that the model is not under torch.no_grad()."
         )
-    inputs = (*call.state.tensors, *call.tensors, *held)
+    inputs, given = (*call.state.tensors, *call.tensors, *held), len(call.state.tensors) + len(call.tensors)
+    asked = frozenset[int]().union(*(question.known.positions() for question in trace.questions))
+    used = asked.union(viewed.argument for viewed in run.viewed if viewed.argument is not None)
+    inputs = inputs[: leave_out_unread(trace.module.graph, given, used)]
     share_casts(trace.module, [i for i, tensor in enumerate(inputs) if is_kept(tensor)], period_of_casts)
     if trace.traced.placed:
         with_own_sizes(trace.module, trace.traced.placed)
@@ -317,9 +319,9 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Rewrite | None) -> Captu
     written = written_inputs(program, inputs)
     program = with_gathers(program, call.state.units, call.state.tensors)
     program = replace(program, placed=tuple(sorted(trace.traced.placed.items())))
-    read = _read_inputs(program, trace.questions)
-    count = len(inputs) - len(held)
-    followed = HeldInputs(trace.held_inputs.places, frozenset(i for i in range(len(held)) if count + i not in read))
+    read = used.union(i for i, value in enumerate(program.inputs) if value is not None)
+    places = trace.held_inputs.places[: len(inputs) - given]
+    followed = HeldInputs(places, frozenset(i for i in range(len(places)) if given + i not in read))
     expected = tuple(trace.traced.expectations.answers)
     names = trace.traced.late.difference(map(leaf, (*run.changes.plain, *run.changes.tensors)))
     late = tuple(read for read in guards[0].reads if read.name in names)
@@ -327,13 +329,6 @@ def _finished(call: TracedCall, trace: _Trace, rewrite: Rewrite | None) -> Captu
     conditions = Conditions(trace.questions, guards, trace.draws, followed, written, expected, late, *learned)
     left = settings, trace.traced.counted(), run.buffers
     return Captured(program, Contract(run.result, conditions, effects, *left, run.specs, run.writes))
-
-
-def _read_inputs(program: Program, questions: Sequence[Any]) -> set[int]:
-    """The flat inputs that operators, results, or answers to questions depend on."""
-    asked = (question.known.positions() for question in questions)
-    returned = {result.argument for result in program.results if result.argument is not None}
-    return {i for i, value in enumerate(program.inputs) if value is not None} | returned.union(*asked)
 
 
 def _guards(model: nn.Module, trace: _Trace, settings: Sequence[attribute_effects.ValueEffect]) -> tuple[Guards, ...]:

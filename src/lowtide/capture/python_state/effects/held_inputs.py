@@ -59,16 +59,14 @@ class HeldInputs:
 def inputs_at(
     model: nn.Module, places: Collection[AttributePath], state: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], HeldInputs]:
-    """The tensors there that are not among ``state`` already, and wherever else they are; tensors that require gradients, and
-    views of ``state``, are followed at all places."""
+    """The tensors there that are not among ``state`` already, and wherever else they are; behind them views of ``state`` and
+    tensors that require gradients, which are followed at all places."""
     known = set(map(id, state))
     found = [(place, index, t) for place, value in of_modules(model) for index, t in enumerate(tensors_in(value))]
     roots, shared = set(map(root, places)), set(map(memory_of, state))
-    wanted = {
-        id(t): t
-        for place, _, t in found
-        if (place in roots or t.requires_grad or memory_of(t) in shared) and id(t) not in known
-    }
+    asked = {id(t): t for place, _, t in found if place in roots and id(t) not in known}
+    others = {id(t): t for _, _, t in found if (t.requires_grad or memory_of(t) in shared) and id(t) not in known}
+    wanted = {**asked, **others}
     everywhere = (tuple((place, index) for place, index, t in found if id(t) == key) for key in wanted)
     return list(wanted.values()), HeldInputs(tuple(everywhere))
 
