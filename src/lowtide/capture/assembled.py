@@ -19,8 +19,9 @@ from lowtide.program.roles import Gradient, Input, Output
 
 
 def leave_out_unread(graph: fx.Graph, first: int, used: Collection[int]) -> int:
-    """How many flat inputs a joint ``graph`` has without the last ones that nobody reads, from the ``first`` that may go; these
-    are taken out. ``used``: inputs that count as read. A program does not depend on what the model holds and does not read."""
+    """Remove the last flat inputs of a joint ``graph`` if nothing reads them, and return how many are left. Inputs before
+    number ``first`` stay, and so do those ``used`` otherwise: what a model holds and does not read is no part of its
+    program."""
     inputs = [node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["role"], Input)]
     while len(inputs) > first and not inputs[-1].users and len(inputs) - 1 not in used:
         graph.erase_node(inputs.pop())

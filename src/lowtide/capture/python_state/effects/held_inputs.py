@@ -59,8 +59,8 @@ class HeldInputs:
 def inputs_at(
     model: nn.Module, places: Collection[AttributePath], state: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], HeldInputs]:
-    """The tensors there that are not among ``state`` already, and wherever else they are; behind them views of ``state`` and
-    tensors that require gradients, which are followed at all places."""
+    """The tensors at ``places`` that are not in ``state``, with all places where each of them lies. Behind them come views of
+    ``state`` and tensors that require gradients, wherever they lie."""
     known = set(map(id, state))
     found = [(place, index, t) for place, value in of_modules(model) for index, t in enumerate(tensors_in(value))]
     roots, shared = set(map(root, places)), set(map(memory_of, state))
