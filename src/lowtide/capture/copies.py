@@ -31,14 +31,17 @@ _COPYING = ("__deepcopy__", "__getstate__", "__setstate__", "__reduce__", "__red
 def copy_without_data(
     model: nn.Module, state: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[nn.Module, dict[int, tuple[Any, Any]]]:
-    """A deep copy of the module tree that holds ``others`` instead of the tensors ``state`` and shares all other tensors; and
-    what each object in it is a copy of, by the id of the copy, with the copy: some are nowhere in it, and no id comes again."""
+    """Copy the module tree deeply, with ``others`` in place of the tensors ``state``; all other tensors are shared.
+
+    Returns the copy, and for each copied object its original and the copy, by the copy's id. Copies that are not in the
+    tree are kept there too, so that no id is used twice.
+    """
     memo: dict[int, Any] = {id(real): other for real, other in zip(state, others, strict=True)}
     held = [value for m in model.modules() for value in vars(m).values()]
     parts = reachable(held, lambda one: isinstance(one, (*CONTAINERS, partial)))
-    # A plain object is told by being that one alone.
+    # A plain ``object()`` is only identified by being the same object, so it is shared.
     whole = [one for one in parts if isinstance(one, _SHARED) or type(one) is object]
-    # Generators: those behind random.uniform and the like.
+    # GENERATORS: those behind ``random.uniform`` and the like.
     for shared in (*held_tensors(model), *GENERATORS, *whole):
         memo.setdefault(id(shared), shared)
     planned = planned_forward(model)
@@ -56,7 +59,7 @@ def copy_without_data(
             "model itself is left alone. Keep what copy.deepcopy refuses outside of the model, in a variable say."
         ) from error
     if planned is not None:
-        clone.__dict__.pop("forward", None)  # of a graph of torch.fx it is not copied
+        clone.__dict__.pop("forward", None)  # torch.fx's graph modules do not copy it
         if planned.had_instance_forward:
             memo[id(model)] = clone
             clone.forward = copy.deepcopy(planned.original_forward, memo)
@@ -69,8 +72,8 @@ def copy_without_data(
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy. Modules that would copy themselves in a way of their own, which may fail, make other parameters or draw
-    random numbers, are copied attribute by attribute, unless that fails."""
+    """A deep copy of the model. Modules with their own way to copy themselves are copied attribute by attribute, if that
+    works: their own way may fail, make other parameters, or draw random numbers."""
     held = reachable([model], lambda one: isinstance(one, (*CONTAINERS, partial, nn.Module)))
     own = [one for one in held if isinstance(one, nn.Module) and _copies_itself(type(one))]
     if not own:
@@ -95,9 +98,9 @@ def _copies_itself(kind: type) -> bool:
 
 
 def _closures(model: nn.Module, held: Set[int]) -> list[tuple[FunctionType, FunctionType]]:
-    """Functions in attributes of the model's modules that close over one of ``held``, by ids, over a method of one, or over
-    such a function, and a copy of each with cells of its own for these, which ``_fill`` fills: ``copy.deepcopy`` does not copy
-    functions."""
+    """Functions in attributes of the model's modules that close over an object in ``held`` (ids), a method of one, or
+    another such function. Each comes with a copy that has its own, empty cells for these; ``_fill`` fills them.
+    ``copy.deepcopy`` does not copy functions."""
     values = (value for module in model.modules() for value in vars(module).values())
     functions = functions_in(values, lambda one: isinstance(one, (*CONTAINERS, *_BOUND)))
     over = [(one, _ids(closed_over(one))) for one in functions]
@@ -118,7 +121,7 @@ def _closures(model: nn.Module, held: Set[int]) -> list[tuple[FunctionType, Func
 
 
 def _ids(values: Iterable[Any]) -> set[int]:
-    """Of all of them, and of what they are bound to."""
+    """The ids of the values and of what they are bound to."""
     return {*map(id, reachable(values, lambda one: isinstance(one, (*_BOUND, tuple, dict))))}
 
 
@@ -133,7 +136,7 @@ def _with_cells(function: FunctionType, cells: Mapping[int, CellType]) -> Functi
 
 
 def _fill(function: FunctionType, copied: FunctionType, memo: dict[int, Any]) -> None:
-    """Close ``copied`` over copies of what the function closes over."""
+    """Fill the cells of ``copied`` with copies of what ``function`` closes over."""
     for cell, own in zip(function.__closure__ or (), copied.__closure__ or (), strict=True):
         if own is not cell:
             own.cell_contents = _of_copy(cell.cell_contents, memo)
@@ -144,7 +147,7 @@ def _fill(function: FunctionType, copied: FunctionType, memo: dict[int, Any]) ->
 
 
 def _of_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """A part of the model, a copied function, or what is bound to one, as it is in the copy."""
+    """The counterpart in the copy of a part of the model, of a copied function, or of something bound to these."""
     if isinstance(value, MethodType):
         return MethodType(_of_copy(value.__func__, memo), _of_copy(value.__self__, memo))
     if type(value) is partial:
@@ -156,7 +159,7 @@ def _of_copy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def planned_forward(model: nn.Module) -> Any:
-    """The planned ``forward`` that a model was given, also below the wrappers of mixed precision; ``None`` without one."""
+    """The planned ``forward`` of a model, also below wrappers of mixed precision; ``None`` without one."""
     forward: Any = model.__dict__.get("forward")
     while forward is not None and not getattr(forward, "_lowtide_runtime", False):
         forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)

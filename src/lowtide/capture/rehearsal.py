@@ -1,4 +1,5 @@
-"""Calls in a row of one copy of a model, on fake tensors: what they do to its attributes, see ``attribute_effects``."""
+"""Rehearse several calls of one copy of a model on fake tensors, to find what they do to its attributes (see
+``attribute_effects``)."""
 
 from __future__ import annotations
 
@@ -53,9 +54,14 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What a rehearsal found: attributes that get tensors, those that are ``counted`` on in every call, and those whose tensors
-    are ``carried`` from call to call. ``told``: those of which code may ask more than for values of tensors, whether there are
-    any, say; ``grown``, that each call leaves in another form. ``settled``: the next call has the same program."""
+    """What a rehearsal found.
+
+    - ``tensors``: attributes that get tensors. ``carried``: those whose tensors the next call computes with.
+    - ``counted``: attributes that get another plain value in every call.
+    - ``told``: attributes of which code may ask more than values of tensors (whether there is one, say). ``grown``: those
+      of them that each call leaves in another form.
+    - ``settled``: whether the next call has the same program.
+    """
 
     tensors: tuple[attribute_effects.TensorEffect, ...] = ()
     counted: frozenset[AttributePath] = frozenset()
@@ -66,7 +72,7 @@ class Effects:
 
     @property
     def come_again(self) -> bool:
-        """Whether a later call has the same ones."""
+        """Whether a later call has the same effects."""
         return self.settled or bool(self.carried)
 
 
@@ -81,12 +87,17 @@ def rehearse(
     read: TensorNumbers | None = None,
     told: Mapping[Any, Any] | None = None,
 ) -> Effects:
-    """What a call does to the attributes; calls of one copy of the model find out. ``reads``: what its code reads, and of that
-    ``outside`` what each call changes outside of the model; ``compared``: attributes that are only compared, and that planned
-    calls count on, or set, too; ``left``: those that it leaves tensors in, as far as is known; ``read``: how it reads numbers
-    of tensors that it has computed, if it does; ``told``: numbers and texts that the trace has written into its arguments, to
-    which the first call comes, too, unless they follow from what no guard sees. Raises ``CaptureError`` where they do, or
-    calls do not settle, see ``effects.attribute_effects``."""
+    """Find out what a call does to attributes, by several calls of one copy of the model.
+
+    ``reads``: what the model's code reads. ``outside``: what each call changes outside the model, of what it reads.
+    ``compared``: attributes that are only compared; planned calls count them up, or set them, too. ``left``: attributes
+    in which the call is known to leave tensors. ``read``: how the call reads numbers from computed tensors, if it does.
+    ``told``: numbers and texts that the trace wrote into its arguments. The first rehearsed call must write the same;
+    otherwise they depend on something that no guard sees.
+
+    Raises ``CaptureError`` if it does not, or if the effects of the calls do not settle; see
+    ``effects.attribute_effects``.
+    """
     model, state, tensors = traced.model, traced.state, traced.tensors
     mode = AnsweringFakeMode(expected=expected, rehearses=True)
     count = len(state.tensors) + len(followed)
@@ -100,7 +111,7 @@ def rehearse(
     numbers_left, notes_code = NumbersLeft(), bool(readers.of_any(left))
 
     def call() -> RehearsedCall:
-        with mode:  # inputs of their own in each call
+        with mode:  # each call gets its own inputs
             inputs = [fake.detach().requires_grad_(fake.requires_grad) for fake in wholes[count:]]
         called, before = RehearsedCall(wholes[:count], len(state.tensors), inputs, notes_code), snapshot(clone)
         hooks = hooks_in(clone)
@@ -131,8 +142,8 @@ def rehearse(
             f"else then, which planned calls would not. {WHAT_TO_DO}"
         )
     if outside or _common(calls, compared) or _other_beside_tensors(calls):
-        calls.append(call())  # a third tells what goes on from what settles later
-    always = [one for one in outside if all(one.place in called.outside for called in calls)]  # not by another thread
+        calls.append(call())  # a third call shows whether changes go on or settle
+    always = [one for one in outside if all(one.place in called.outside for called in calls)]  # not another thread's
     lost = outside if outside and calls[1].operators != calls[2].operators else readers.of(always)
     counters.refuse(lost)
     mode.forget_values()
@@ -140,7 +151,7 @@ def rehearse(
 
 
 def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath], readers: Readers) -> Effects:
-    """What calls in a row do to the attributes beside those that are ``known``. Raises ``CaptureError``, see
+    """What consecutive calls do to attributes other than the ``known`` ones. Raises ``CaptureError``, see
     ``effects.attribute_effects``."""
     first, second = calls[:2]
     every = [place for place in first.changes.tensors if place in second.changes.tensors]
@@ -186,20 +197,21 @@ def _effects(calls: Sequence[RehearsedCall], known: Collection[AttributePath], r
 
 
 def _common(calls: Sequence[RehearsedCall], known: Collection[AttributePath]) -> list[AttributePath]:
-    """The attributes that get other plain values in all of them, beside those that are ``known``."""
+    """Attributes, other than the ``known`` ones, that get another plain value in every call."""
     every = [place for place in calls[0].changes.plain if all(place in call.changes.plain for call in calls)]
     return [place for place in every if place not in known]
 
 
 def _other_beside_tensors(calls: Sequence[RehearsedCall]) -> list[AttributePath]:
-    """The attributes in which the last call put tensors together with other plain values than the call before."""
+    """Attributes in which the last call put other plain values beside the tensors than the call before."""
     last, latter = calls[-1].left, calls[-2].left
     return [place for place in last if place in latter and last[place].plain != latter[place].plain]
 
 
 class _Left(NamedTuple):
-    """What a call left in an attribute: tensors by identity, their layout, whether a container has nothing else in it, what
-    else the call put there, and whether a container has numbers of tensors in it."""
+    """What a call left in an attribute: ``tensors`` by id, their ``layout``, whether a container was ``refilled`` (nothing
+    of its old content is left), the ``plain`` values put there beside the tensors, and whether a container holds
+    ``numbers`` read from tensors."""
 
     tensors: set[int]
     layout: Any
@@ -209,12 +221,12 @@ class _Left(NamedTuple):
 
 
 class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, one forward pass: what it reads or moves from attribute to attribute, what depends on its inputs, which operators
-    run on what, and what it leaves behind, or changes ``outside`` of the model. ``rewired``: whether modules have other hooks
-    afterwards.
+    """A mode for one forward pass. It records which operators run on which tensors, which tensors are read or moved
+    between attributes, which depend on the inputs, and what the pass leaves in the model or changes ``outside``.
+    ``rewired``: whether modules have other hooks afterwards.
 
-    ``state``: parameters, buffers and, after the first ``registered`` ones, tensors in attributes; ``inputs``: the tensors of
-    the call. Tensors are told apart by identity.
+    ``state``: parameters and buffers (the first ``registered`` ones), then tensors in attributes. ``inputs``: the tensors
+    of the call. Tensors are identified by their ids.
     """
 
     def __init__(
@@ -223,12 +235,12 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.state = set(map(id, state))
         self.depending = {*self.state, *map(id, inputs)}
-        # The same number for the same one in every call; what attributes hold may be another one in each, and has none.
+        # The same tensor has the same number in every call. Tensors in attributes may differ, so they have none.
         self._numbers = {id(tensor): (0, i) for i, tensor in enumerate([*state[:registered], *inputs])}
         self.operators: list[Any] = []
-        # Which takes time. A profiler that somebody has started may be one that cannot be started again from here.
+        # This takes time. A profiler of the user's is left alone: it could not be started again from here.
         self.notes_code = notes_code and sys.getprofile() is None
-        self.codes = set[types.CodeType]()  # that run
+        self.codes = set[types.CodeType]()  # code that ran
         self.read: set[int] = set()
         self.draws = 0
         self.outside: set[Place] = set()
@@ -258,7 +270,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hooked = True
 
     def backward_runs_code(self, result: Any, readers: Readers) -> bool:
-        """Whether the backward pass may run code of Python's: all else that it does follows from the forward pass."""
+        """Whether the backward pass may run Python code. All else that it does follows from the forward pass."""
         nodes = below([tensor for tensor in structure.flatten(result)[0] if tensor.requires_grad])
         functions = any(isinstance(node, BackwardCFunction) for node in nodes)
         return self._hooked or functions or readers.name("grad_fn", "get_gradient_edge")
@@ -272,7 +284,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators.append((str(function), tuple(map(_text, leaves)), self._numbers_of(leaves)))
         made = enumerate(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
         self._numbers |= {id(leaf): (len(self.operators), i) for i, leaf in made}
-        self.kept += [leaves, result]  # no id comes again
+        self.kept += [leaves, result]  # so that no id is used twice
         if self._backward:
             return result
         random = torch.Tag.nondeterministic_seeded in function.tags
@@ -286,7 +298,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(self._numbers.get(id(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def differentiate(self, result: Any, inputs: Sequence[torch.Tensor]) -> None:
-        """Note the operators of the backward pass: numbers that a custom function keeps, or a hook reads, are seen there."""
+        """Run the backward pass and record its operators. They show numbers that a custom function keeps or a hook reads."""
         outputs = [tensor for tensor in structure.flatten(result)[0] if tensor.requires_grad]
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         if outputs and wanted:
@@ -294,9 +306,9 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
 
     def ended(self, model: nn.Module, before: Snapshot, result: Any) -> None:
-        """The call is over: note what it returned, and what it left in ``model``."""
+        """Record what the finished call returned, and what it left in ``model``."""
         tensors, rest = flat(result)
-        self.read |= set(map(id, tensors))  # what an earlier call left may be returned
+        self.read |= set(map(id, tensors))  # the call may return what an earlier one left
         self.operators.append((fingerprint(rest), self._numbers_of(tensors)))
         self.changes = attribute_effects.changes(model, before)
         for place in self.changes.tensors:
@@ -312,7 +324,7 @@ class RehearsedCall(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _emptied(container: Any, before: Any) -> bool:
-    """Whether nothing is left of what was in it."""
+    """Whether nothing is left of a container's former content."""
     now, then = (item.values() if isinstance(item, dict) else item for item in (container, before))
     return bool(before) and not {*map(id, now)} & {*map(id, then)}
 

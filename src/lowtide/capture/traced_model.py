@@ -77,10 +77,10 @@ NO_SAVED_TENSORS_HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """``model(*args, **kwargs)`` taken apart: the model's ``state``, the call's distinct ``tensors`` beside that, and the
-    structure of the ``arguments``, which are of both. ``mask`` says which results a gradient is expected for, by default those
-    of ``guess_mask``. ``sizes``: the symbols that the tensors' sizes are, where the trace is to stand for other calls
-    too. ``distinct``: whether no container is among the arguments twice."""
+    """``model(*args, **kwargs)`` taken apart: the model's ``state``, the call's other distinct ``tensors``, and the
+    structure of the ``arguments``, which may hold both. ``mask``: for which results a gradient is expected (by default:
+    ``guess_mask``). ``sizes``: symbols for the tensors' sizes, if the trace is to serve calls of other sizes too.
+    ``distinct``: whether no container is among the arguments twice."""
 
     model: nn.Module
     state: State
@@ -97,12 +97,13 @@ class TracedCall:
 class TracedRun:
     """What one run of a traced model did.
 
-    ``result`` is the structure of what the model returned, of the attributes that are results too, and of what it ``writes``
-    into its arguments. Of each result:
-    whether it ``requires_grad``, its entry in the ``mask``, and of what it is ``viewed``. ``changes``: of attributes;
-    ``settings``: the plain values among them, and ``unknown`` those that got other ones. ``buffers``: registered or replaced.
-    ``specs``: how results are distributed. ``unlinked``: see ``Program``. ``rewired``: whether modules have other hooks now;
-    ``derived``: attributes that get numbers of tensors. ``told``: numbers and texts that it writes into its arguments.
+    - ``result``: the structure of the result, of attributes that are results too, and of what it ``writes`` into arguments.
+    - ``requires_grad``, ``mask``, ``viewed``, ``specs``: for each result, whether it requires a gradient, its entry in the
+      mask, what it is a view of, and how it is distributed.
+    - ``changes``: of attributes. ``settings``: those to plain values. ``unknown``: attributes that got a value that cannot
+      be set again. ``derived``: attributes that got numbers read from tensors.
+    - ``buffers``: buffers that were registered or replaced. ``rewired``: whether modules have other hooks now.
+    - ``unlinked``: see ``Program``. ``told``: numbers and texts written into arguments.
     """
 
     result: Any
@@ -122,14 +123,14 @@ class TracedRun:
 
 
 class TracedModel:
-    """Callable as ``(*tensors) -> tuple of tensors``: the model's parameters and buffers, those of the arguments, and ``held``
-    ones, which are in its attributes. ``assigned``: attributes that are results too; ``recorder`` follows what is drawn,
-    ``numbers`` how those are compared that were read at these places, and what operators took of them, and
-    ``expectations`` how checks of values go.
+    """The model as a function ``(*tensors) -> tuple of tensors``.
 
-    Every call runs a copy of the model, since a forward pass may leave (fake) tensors in attributes, and notes what that did
-    in ``run``. What its code reads, in the backward pass as well, are the ``reads``, of all runs, and ``latest_reads``, of the
-    last one. Results that no gradient is expected for are detached, so that none is asked for them.
+    It takes parameters and buffers, tensors of the arguments, and ``held`` tensors in attributes. ``assigned``: attributes
+    whose tensors are results too. ``recorder``: random numbers of Python and NumPy. ``numbers``: how code compares numbers
+    that change. ``read``: numbers that Python reads from tensors. ``expectations``: how checks of values go.
+
+    Each call runs a new copy of the model, since a pass may leave (fake) tensors in attributes; ``run`` says what it did,
+    ``reads`` what code read in all runs and their backward passes, ``latest_reads`` in the last one.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class TracedModel:
         self._modules = NotingClasses()
 
     def close(self) -> None:
-        """What code reads is noted until then, in the backward pass as well."""
+        """Stop recording what code reads, which goes on in the backward pass until then."""
         try:
             self._end_run()
         finally:
@@ -168,13 +169,13 @@ class TracedModel:
 
     @property
     def run(self) -> TracedRun:
-        """The last one."""
+        """The last run."""
         assert self._run is not None
         return self._run
 
     @property
     def has_filled(self) -> bool:
-        """Whether the first run has left constants outside of the model, or others in the caches of functions."""
+        """Whether the first run has left constants outside the model, or new results in caches of functions."""
         cached = any(results.are_more for results in self.latest_reads.caches.values())
         return cached or (self._reached is not None and bool(self._reached.filled))
 
@@ -186,13 +187,13 @@ class TracedModel:
         return {read.place: read for read in reads if type(current(*read[:3])) in CHANGING}
 
     def compared(self) -> list[CountedNumber]:
-        """The ``numbers`` in attributes, and how they were counted on; others got no value, or a constant."""
+        """The ``numbers`` in attributes that the call counts up, and how. Others got no new value, or a constant."""
         model, counting = self.call.model, {one.read.place[1:]: one.comparisons.counting for one in self.numbers.every}
         places = ((owned(model, place), place) for place, _ in attributes_of(model)) if counting else ()
         return [CountedNumber(place, counting[key]) for key, place in places if key in counting]
 
     def used_otherwise(self, failed: bool) -> set[Place]:
-        """Those of the ``numbers`` that were not only compared, or are counted on where planned calls do not come to them."""
+        """The ``numbers`` that code did not only compare, or that it counts up where planned calls cannot."""
         found = {owned(self.call.model, one.place) for one in self.counted()}
         lost = {
             one.read.place for one in self.numbers.every if one.comparisons.counting and one.read.place[1:] not in found
@@ -201,11 +202,11 @@ class TracedModel:
         return lost | kept | {one.read.place for one in self.numbers.every if one.comparisons.used_otherwise}
 
     def counted(self) -> tuple[CountedNumber, ...]:
-        """Those of the ``numbers`` that were counted on."""
+        """Those of the ``numbers`` that the call counts up."""
         return tuple(number for number in self.compared() if number.operations)
 
     def _number(self, argument: structure.Changing) -> Any:
-        """What the run is given for a number that changes, which it has read so."""
+        """The value or stand-in that a run gets for a number among the arguments that changes; recorded as read."""
         read = read_of(argument)
         self.latest_reads.note(*read)
         found = next((one for known, one in self.numbers.every if known.place == read.place), None)
@@ -291,7 +292,7 @@ class TracedModel:
         return outputs
 
     def _wholes(self, tensors: Sequence[torch.Tensor], reals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the model is given: distributed tensors where the real ones are."""
+        """The tensors that the model gets: distributed ones where the real tensors are distributed."""
         noting = [functools.partial(self.placed.__setitem__, number) for number in range(len(tensors))]
         return list(map(distributed, tensors, reals, noting))
 
@@ -304,9 +305,9 @@ class TracedModel:
         observer: Observer,
         writes: ArgumentWrites,
     ) -> tuple[Any, ExternalEffects]:
-        """What the model returns, and what it can write outside of itself. What it left there is refused, or undone."""
+        """Run the model. Returns its result, and what it can write outside itself, which is then undone or refused."""
         constant = _constant if self._reached is None else None
-        # Not ``model(...)``: hooks on the model itself run around the planned forward, at every call.
+        # Not ``model(...)``: hooks on the model itself also run around each planned ``forward``.
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(NO_SAVED_TENSORS_HOOKS)
         code = code_of(model)
         with (
@@ -344,6 +345,6 @@ class TracedModel:
 
 
 def _constant(traced: torch.Tensor) -> torch.Tensor | None:
-    """The real tensor, where it is one that eager's first call would have left."""
+    """The real constant that eager's first call would have left in place of a traced tensor, if it is one."""
     real = None if traced.requires_grad else known_value(traced, constant=True)
     return real if real is not None and real.device == traced.device else None
