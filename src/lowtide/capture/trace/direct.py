@@ -1,8 +1,9 @@
-"""Operators that write nothing, without the detours of those that do.
+"""A fast way through functionalization for operators that write nothing.
 
-Nothing of those that return new memory is to be made functional: they go from the functional mode to the tracer and the fake
-mode at once, where PyTorch's own way flattens their arguments several times and passes the dispatcher three times. Of those
-that return a view of one tensor, functionalization must know; what is left out is what others need.
+Operators that return new memory need no functionalization: they go directly from the functional mode to the tracer and
+the fake mode. PyTorch's own way flattens their arguments several times and passes the dispatcher three times.
+Functionalization must know of operators that return a view of one tensor; for them, only steps that others need are left
+out.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ _MODES = torch._C._TorchDispatchModeKey
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _KEYS = torch._C.DispatchKeySet(_FUNCTIONALIZE)
-_SHARING = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default}  # and say nothing of it
+_SHARING = {torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default}  # not said by schemas
 _RESIZING = torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default
 
 
 def as_it_is(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs such operators under the functional ``mode`` where they take nothing but tensors that it knows, and plain values."""
+    """Run an operator that writes nothing under the functional ``mode``, if it takes only tensors known to that mode, and
+    plain values; else return ``NotImplemented``."""
     kind = _kind(func)
     tracing = torch._C._get_dispatch_mode(_MODES.PROXY)
     if kind is None or tracing is None:
@@ -36,7 +38,7 @@ def as_it_is(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
     try:
         args, kwargs = _given(func, args, kwargs)
         inner = [_inner(one, mode) for one in args], {name: _inner(one, mode) for name, one in kwargs.items()}
-        if next(tensors_among((*inner[0], *inner[1].values())), None) is None:  # but numbers in the place of tensors
+        if next(tensors_among((*inner[0], *inner[1].values())), None) is None:  # only numbers in place of tensors
             return NotImplemented
         if kind == "view":
             return _viewed(mode, func, args, kwargs)
@@ -51,8 +53,8 @@ def as_it_is(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def of_constants(mode: Any, func: Any, result: Any) -> Any:
-    """What an operator returns, functional where that is new memory: functionalization leaves alone what takes nothing but
-    tensors that it does not know, as one is that a model holds, and would not notice writes into the copy of one."""
+    """Make an operator's result functional if it is new memory. Functionalization ignores operators that take only tensors
+    it does not know (constants that a model holds), and would not notice writes into their results."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     if not all(type(one) is FakeTensor for one in results):
         return result
@@ -71,7 +73,7 @@ def _makes_memory(func: Any) -> bool:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _kind(func: Any) -> str | None:
-    """Of an operator that nothing is to be made functional of: whether it returns ``new`` memory, or a ``view``."""
+    """For an operator that can take the fast way, whether it returns "new" memory or a "view"; else ``None``."""
     if not is_simple(func) or func in FunctionalTensor.metadata_fns:
         return None
     if _COMPOSITE in func.py_kernels:  # ``native_batch_norm``, which writes all the same
@@ -89,7 +91,7 @@ def _kind(func: Any) -> str | None:
 
 
 def _given(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Without what is ``None`` by default: an undefined tensor, which the dispatcher leaves away next time."""
+    """The arguments without those that are ``None`` by default: the dispatcher leaves out undefined tensors too."""
     absent = _absent(func)
     count = len(args)
     while count and args[count - 1] is None and absent[count - 1] is not None:
@@ -99,13 +101,13 @@ def _given(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _absent(func: Any) -> tuple[str | None, ...]:
-    """By position, the names of the arguments that are ``None`` by default; ``None`` in place of others."""
+    """For each position, the name of the argument if it is ``None`` by default; else ``None``."""
     arguments = func._schema.arguments
     return tuple(one.name if one.has_default_value() and one.default_value is None else None for one in arguments)
 
 
 def _inner(value: Any, mode: Any) -> Any:
-    """The fake tensor behind a functional one, or a plain value."""
+    """The fake tensor in a functional one, or a plain value. Raises ``UnknownError``."""
     kind = type(value)
     if kind in PLAIN or kind is torch.SymInt:
         return value
@@ -124,7 +126,7 @@ def _inner(value: Any, mode: Any) -> Any:
 
 
 class _Without:
-    """Inside, this mode is not asked: the tracer would note what becomes of symbolic sizes, too."""
+    """A context without a dispatch mode. The tracer would record computations with symbolic sizes too."""
 
     def __init__(self, mode: Any) -> None:
         self._mode = mode
@@ -138,7 +140,7 @@ class _Without:
 
 
 def _functionalized(func: Any, elem: Any, args: Any, kwargs: Any) -> Any:
-    """What functionalization makes of an operator and what a functional tensor holds."""
+    """The result of an operator under functionalization, for the tensor ``elem`` inside a functional one."""
     included = torch._C._dispatch_tls_local_include_set() | _KEYS
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(_FUNCTIONALIZE) - FunctionalTensor._extra_dispatch_keys
     with torch._C._ForceDispatchKeyGuard(included, excluded):
@@ -159,8 +161,8 @@ def _viewed(mode: Any, func: Any, args: Any, kwargs: Any) -> FunctionalTensor:
 
 
 def resized(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Gives the tensor that ``resize_`` makes larger memory of its device, as that does. PyTorch's own way leaves it with
-    memory of another one, so that there could be no views of it."""
+    """Run ``resize_`` so that a tensor that grows gets memory on its own device. PyTorch's own way leaves it with memory of
+    another device, and then it cannot have views."""
     if func not in _RESIZING or type(args[0]) is not FunctionalTensor:
         return NotImplemented
     tensor = args[0]
@@ -180,7 +182,7 @@ def resized(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _outer(result: Any, mode: Any) -> Any:
-    """Functional tensors for fake ones."""
+    """Wrap fake tensors into functional ones."""
     if isinstance(result, torch.Tensor):
         return FunctionalTensor(torch._to_functional_tensor(result), mode)
     if isinstance(result, tuple):

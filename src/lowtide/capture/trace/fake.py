@@ -1,11 +1,11 @@
 """A fake tensor mode that knows the answers to questions about masks and positions.
 
-Models ask data-dependent questions about integer inputs ("is this mask all ones?"). Plain fake tensors cannot answer;
-telling the model that it is being compiled makes it take another path than eager does. So this mode notes, beside
-each fake tensor that derives only from constants and from integer or boolean inputs, how it was computed, which tells its
-real value (``KnownValues``). A question is answered from that value and remembered as a ``Question``, which later
-calls evaluate again on their own inputs: another answer is another program. Questions about floating activations or
-fresh random numbers cannot be answered and raise ``CaptureError``.
+Models ask data-dependent questions about integer inputs ("is this mask all ones?"). Plain fake tensors cannot answer,
+and a model that is told that it is compiled takes another path than eager does. So this mode records how each fake
+tensor was computed that derives only from constants and from integer or boolean inputs; this gives its real value
+(``KnownValues``). A question is answered from that value and recorded as a ``Question``. Later calls ask it again about
+their own inputs; another answer needs another program. Questions about floating-point activations or fresh random
+numbers cannot be answered and raise ``CaptureError``.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty
 
 
 class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensors whose known values answer data-dependent questions. ``questions`` is what was asked and depends on
-    the call's inputs."""
+    """A mode of fake tensors whose known values answer data-dependent questions. ``questions``: those asked so far whose
+    answers depend on the call's inputs."""
 
     def __init__(
         self, sizes: SymbolicSizes | None = None, expected: Sequence[bool | None] | None = None, rehearses: bool = False
@@ -77,8 +77,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._depth = 0  # of operators that their fake kernels are made of
 
     def forget_values(self) -> None:
-        """Free the known values, and weak references to real tensors, which cannot be swapped as long as there are any: what a
-        finished trace made waits in reference cycles for Python's collector."""
+        """Free the known values, and weak references to real tensors: a tensor with such references cannot be swapped, and
+        objects of a finished trace wait in reference cycles for Python's collector."""
         self.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
         self.values.clear()
         for ref in self._answering:
@@ -140,7 +140,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _computed(
         self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any], known: Provenance | None
     ) -> Any:
-        """By the fake kernel, with the layouts that the real one returns."""
+        """Run the fake kernel, and give its results the layouts that the real kernel returns."""
         if func in _INDEXING:
             args = [args[0], [self._with_value(one) for one in args[1]], *args[2:]]
         try:
@@ -167,7 +167,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result if strides is None else with_strides(func, result, strides, self)
 
     def _with_value(self, index: Any) -> Any:
-        """Of an index that is a mask: a fake kernel asks how much it selects, also of one that is no fake tensor."""
+        """Attach the known value to a mask that is used as an index: a fake kernel asks how many elements it selects."""
         known = self._known_tensor(index) if type(index) is torch.Tensor and index.dtype in _MASKS else None
         if known is None:
             return index
@@ -176,7 +176,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return fake
 
     def _described(self, func: Any, args: Sequence[Any], result: Any) -> Any:
-        """The result, with what is known of its values."""
+        """Attach to a result what is known about its values."""
         note_expected(func, args, result)
         if isinstance(result, FakeTensor) and isinstance(func, torch._ops.OpOverload):
             result._lowtide_uniform = is_uniform(func, args, result)  # type: ignore[attr-defined]
@@ -205,7 +205,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return real
 
     def _concrete_result(self, func: Any, known: Provenance) -> Any:
-        """The result of an operator whose shape depends on known data: the shape becomes a question."""
+        """The result of an operator whose shape depends on known data. The shape becomes a question."""
         real = self.values.of(known)
         if isinstance(real, tuple) and all(isinstance(one, torch.Tensor) for one in real):
             each = [self._intern((known, place), replace(known, output=place)) for place in range(len(real))]
@@ -213,7 +213,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if not isinstance(real, torch.Tensor):
             raise unanswerable(func)
         shape = real.shape if self.sizes is None or not known.positions() else self.sizes.selected(real, known)
-        with self:  # each time it is asked for anew, as the real one is
+        with self:  # a new tensor each time, as in eager
             fake = torch.empty_strided(shape, in_symbols(shape, real.stride()), dtype=real.dtype, device=real.device)
         fake._lowtide_empty = False  # type: ignore[attr-defined]
         if known.depends_on_input:
@@ -221,7 +221,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return fake
 
     def _ctc_loss(self, args: Sequence[Any]) -> Any:
-        """The table's size depends on the longest target: a question."""
+        """The result of a CTC loss. Its table's size depends on the longest target, which becomes a question."""
         longest = torch.ops.aten.max.default
         known = self._known_result(longest, (args[3],), {})
         if known is None:
@@ -239,7 +239,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.questions.append(Question(known, ask, answer, user_source()))
 
     def _known_result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Provenance | None:
-        """How the result of ``func`` is computed, where every tensor argument is known."""
+        """How the result of ``func`` is computed, if the values of all tensor arguments are known; else ``None``."""
         folded = None if is_unknown() else fold_uniform(func, args)
         if folded is not None:
             return Provenance(constant=folded)
@@ -248,7 +248,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func._schema.name.split("::")[1] in UNINITIALISED or func.namespace not in ("aten", "prims"):
             return None
         if any(type(one) is FakeTensor and not hasattr(one, "_lowtide_known") for one in tensors_among(args)):
-            return None  # as of most operators
+            return None  # most operators
         flat, spec = pytree.tree_flatten((tuple(args), kwargs))
         knowns = [self._known_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         if any(known is None and isinstance(leaf, torch.Tensor) for known, leaf in zip(knowns, flat, strict=True)):
@@ -272,7 +272,7 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, FakeTensor):
             return getattr(tensor, "_lowtide_known", None)
         if type(tensor) is torch.Tensor and tensor.numel() <= _MAXIMUM_ELEMENTS and tensor.device.type != "meta":
-            # It may be written in place, or given other data, so what is kept is the tensor itself.
+            # Its values may change in place, so the tensor itself is kept.
             constant = Provenance(constant=tensor, depends_on_input=True)
             return self._constants.setdefault(id(tensor), (tensor, constant))[1]
         return None
@@ -284,8 +284,8 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return known
 
     def _attach_zeros(self, fake: FakeTensor) -> None:
-        """To integers and booleans in memory that nothing was written to yet: no defined program reads these before it has
-        overwritten them, and what it writes into them is known from the whole of them."""
+        """Attach zeros to integers and booleans in memory that was not written yet. No defined program reads them before it
+        has overwritten them, and after partial writes the values are known only if the whole is."""
         if (
             fake.dtype.is_floating_point
             or fake.dtype.is_complex
@@ -314,19 +314,19 @@ class AnsweringFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _forget(leaves: Sequence[Any]) -> None:
-    """What is written in place is no longer known."""
+    """Forget the values of tensors that are written in place."""
     for leaf in leaves:
         if isinstance(leaf, FakeTensor) and hasattr(leaf, "_lowtide_known"):
             del leaf._lowtide_known
 
 
 def is_empty(fake: torch.Tensor) -> bool:
-    """Whether nothing was written into its memory since it was made."""
+    """Whether the tensor's memory has not been written since it was allocated."""
     return getattr(fake, "_lowtide_empty", False)
 
 
 def _small_factory(args: Sequence[Any]) -> bool:
-    """A constant made from numbers alone, of reasonable size."""
+    """Whether a constant made from numbers alone has a reasonable size."""
     return not args or not isinstance(args[0], (list, tuple)) or math.prod(args[0]) <= _MAXIMUM_ELEMENTS
 
 

@@ -1,8 +1,8 @@
-"""The joint graph: forward and backward pass of a function of tensors, functional, at the level of ATen.
+"""Trace the joint graph of a function of tensors: forward and backward pass, functional, in ATen operators.
 
-The function runs once. It is given functional tensors, so that in-place operators become others, over fake ones, whose
-operators the tracer records; then PyTorch's engine differentiates what it returned, and the same tracer goes on. Operators are
-eager's: none is decomposed.
+The function runs once. Its inputs are functional tensors, so that in-place operators become functional ones, over fake
+tensors, whose operators a tracer records. Then PyTorch's engine differentiates the outputs, and the same tracer goes on.
+The operators are eager's; none is decomposed.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ Function = Callable[..., Sequence[torch.Tensor]]
 
 
 def _or_foreign(is_impure: Callable[..., bool]) -> Callable[..., bool]:
-    """The tracer's test of what stays although nobody reads its result: foreign operators, until they have been tried."""
+    """Extend the tracer's test for nodes that stay although nothing reads their results: foreign operators stay too, until
+    they have been tried."""
     return lambda node, *args, **kwargs: is_foreign(node.target) or is_impure(node, *args, **kwargs)
 
 
-# Each takes a functional mode and a call, and returns ``NotImplemented`` where it has nothing to say of that.
+# Each takes a functional mode and a call, and returns ``NotImplemented`` if it does not apply.
 _RULES = (as_expected, collectives.refuse_others, through_twins, keeping_layouts, resized, as_it_is)
 
 
 def _by_rules(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """``FunctionalTensorMode.__torch_dispatch__``, where no rule says otherwise."""
+    """``FunctionalTensorMode.__torch_dispatch__`` for calls to which no rule applies."""
 
     def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for rule in _RULES:
@@ -79,8 +80,9 @@ def _by_rules(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def as_traced() -> Iterator[None]:
-    """Inside, operators are eager's and in-place ones keep layouts, collectives are functional, random operators leave the
-    caller's generator as it is, the profiler's ranges are none, and distributions do not look at the values of arguments."""
+    """A context for tracing: operators are eager's, in-place ones keep layouts, collectives are functional, random
+    operators leave the caller's generator alone, the profiler records no ranges, and distributions do not check the
+    values of their arguments."""
     with contextlib.ExitStack() as stack:
         if hasattr(effects, "has_effects"):
             # Checks (of a factorisation, say) stay plain operators instead of being threaded through effect tokens.
@@ -101,8 +103,8 @@ def as_traced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unused_left_out() -> Iterator[None]:
-    """Inside, no code is generated for graphs, and neither a second description of tensors beside ``val`` noted nor PyTorch's
-    functions, nor the arguments that some operators had: nobody reads them."""
+    """A context without work whose results nothing reads: code for graphs, tensor metadata besides ``val``, and records of
+    PyTorch's functions and of operators' arguments."""
     others = {
         "_extract_tensor_metadata": lambda *_: None,
         "TorchFunctionMetadataMode": contextlib.nullcontext,
@@ -119,9 +121,9 @@ def _unused_left_out() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _modules_left_alone() -> Iterator[contextlib.ExitStack]:
-    """Inside, until what it gives is closed, tracers of torch.fx do not replace methods of modules. A tracer of operators makes
-    nothing of these, but every time one of ``nn.Module`` is set or put back, Python goes through all classes of modules there
-    are, thousands where libraries of models are imported."""
+    """A context in which torch.fx tracers do not replace methods of ``nn.Module``, until the given stack is closed. A tracer
+    of operators does not need that, and each replacement makes Python visit all subclasses of ``nn.Module``, thousands
+    if libraries of models are imported."""
     with contextlib.ExitStack() as stack:
         if hasattr(_symbolic_trace._Patcher, "patch_method"):
             stack.enter_context(wrapped(_symbolic_trace._Patcher, "patch_method", lambda _: lambda *_, **__: None))
@@ -159,8 +161,8 @@ def export_joint(function: Function, fakes: Sequence[torch.Tensor], mode: FakeTe
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Inside, the backward pass runs in this thread, which code that asks is not told, and hooks for saved tensors that are in
-    force stay out."""
+    """A context in which the backward pass runs in this thread, although code that asks is told otherwise, and without the
+    user's hooks for saved tensors."""
     before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     threads = torch.autograd.is_multithreading_enabled()
     told = wrapped(torch.autograd, "is_multithreading_enabled", lambda _: lambda: threads)
@@ -172,14 +174,14 @@ def _alone() -> Iterator[None]:
 
 
 class _Joint:
-    """Forward and backward pass of a function, for a tracer; and the meaning of what went in and came out."""
+    """Forward and backward pass of a function, to be run by a tracer, and the roles of its inputs and outputs."""
 
     def __init__(self, function: Function, fakes: Sequence[torch.Tensor]) -> None:
         self.function, self.fakes = function, fakes
         self.tangents: list[tuple[fx.Node, Tangent]] = []
         self.written: list[int] = []
         self.roles: list[Written | Output | Gradient] = []
-        self.arrived = Counter[int]()  # terms of the gradients, by the number of the input
+        self.arrived = Counter[int]()  # the number of terms of each gradient, by input
 
     def run(self, primals: list[torch.Tensor]) -> list[Any]:
         functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
@@ -195,12 +197,12 @@ class _Joint:
         return [*returned, *map(fake_of, gradients.values())]
 
     def _forward(self, inputs: Sequence[FunctionalTensor]) -> Sequence[torch.Tensor]:
-        """What the function returns; notes which inputs it has written into."""
+        """Run the function, and record the inputs that it has written into."""
         history = [one.grad_fn for one in inputs]
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             outputs = self.function(*inputs)
         for number, (one, fake, before) in enumerate(zip(inputs, self.fakes, history, strict=True)):
-            one.from_functional()  # all writes reach it
+            one.from_functional()  # applies pending writes
             refuse_reshaped(one, fake)
             if torch._functionalize_has_data_mutation(one.elem):  # type: ignore[attr-defined]
                 self.written.append(number)
@@ -211,8 +213,8 @@ class _Joint:
     def _backward(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor | None]:
-        """By the number of the input, in the order in which they are complete, the gradients that come of those that arrive at
-        the outputs that are not just inputs."""
+        """Differentiate all outputs that are not just inputs. Returns the gradients by input, in the order in which they are
+        complete."""
         given = set(map(memory_of, inputs))
         differentiated = [
             (number, output)
@@ -240,7 +242,7 @@ class _Joint:
         return {number: found.get(number) for number in (*complete, *range(len(inputs)))}
 
     def _tangent(self, number: int, output: torch.Tensor) -> torch.Tensor:
-        """A gradient that arrives: a placeholder that is made where the shape is known."""
+        """Make the placeholder of the gradient that arrives for an output."""
         mode = proxy_tensor.get_proxy_mode()
         assert mode is not None
         with proxy_tensor.disable_proxy_modes_tracing(), disable_functional_mode():
@@ -251,7 +253,7 @@ class _Joint:
         return FunctionalTensor.to_functional(fake)
 
     def describe(self, graph: fx.Graph) -> None:
-        """Put placeholders in front, and say what they and the outputs are."""
+        """Move all placeholders to the front, and set the roles of placeholders and outputs."""
         own = [node for node, _ in self.tangents]
         inputs = [node for node in graph.find_nodes(op="placeholder") if node not in own]
         for number, node in enumerate(inputs):
@@ -267,7 +269,7 @@ class _Joint:
 
 
 def _like(output: torch.Tensor) -> torch.Tensor:
-    """A gradient as it arrives, of the same layout where one can have that."""
+    """A fake gradient for an output, with the output's layout if a tensor of its own can have that."""
     overlapping = output.layout is torch.strided and torch._debug_has_internal_overlap(output) == 1
     symbolic = output._has_symbolic_sizes_strides
     if overlapping or (symbolic and not is_dense(hints(output.shape), hints(output.stride()))):
@@ -283,8 +285,8 @@ def _like(output: torch.Tensor) -> torch.Tensor:
 def _told_apart(
     outputs: Sequence[torch.Tensor], edges: Mapping[tuple[Any, int], int], arrived: Counter[int]
 ) -> Iterator[None]:
-    """Inside, the backward pass of ``outputs``: nodes get ``meta["partitioner_tag"]``, and in ``meta["seq_nr"]`` the number
-    that those of the forward pass have which they are the backward of. What comes along ``edges`` is counted (``arrived``)."""
+    """A context for the backward pass of ``outputs``. Its nodes get ``meta["partitioner_tag"]``, and as ``meta["seq_nr"]``
+    the number of the forward nodes that they belong to. Counts in ``arrived`` the gradients that pass along ``edges``."""
 
     def note(known: Sequence[int | None], gradients: Sequence[torch.Tensor | None], _: Any) -> None:
         fx_traceback.reset_grad_fn_seq_nr()

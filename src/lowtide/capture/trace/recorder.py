@@ -1,8 +1,8 @@
-"""How the tracer notes an operator's call: in short, where it takes tensors and sizes that the tracer knows, and plain values.
+"""A fast way for the tracer to record operators that take only known tensors and sizes, and plain values.
 
-PyTorch's own way flattens arguments several times, makes a second description of each result, and looks for what most operators
-have nothing to do with (decompositions, constants). What is left to it: operators that consist of others, that write into
-arguments, or that take constants.
+PyTorch's own way flattens the arguments several times, describes each result twice, and handles cases that most
+operators do not have (decompositions, constants). It still records composite operators, operators that write into
+arguments, and operators that take constants.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LEFT = {_FRESH, torch.ops.aten.lift_fresh_copy.default, _DEVICE}
 
 
 class UnknownError(Exception):
-    """An argument is none that can be noted in short."""
+    """Raised for an argument that the fast way cannot record."""
 
 
 def recording(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """The tracer's ``__torch_dispatch__``, in short where that will do. Questions about values are left to the mode of fake
-    tensors: the tracer would answer those about constants itself, and nobody would know of them."""
+    """The tracer's ``__torch_dispatch__`` with the fast way where it applies. Questions about values go to the fake tensor
+    mode: the tracer would answer those about constants itself, unrecorded."""
 
     def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,7 +58,7 @@ def recording(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def added(like: fx.Node, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
-    """Another operator, with the meaning of the node ``like``, at the place at which its graph inserts now."""
+    """Add an operator at the insertion point of the graph of ``like``, with the metadata of that node."""
     node = like.graph.create_node("call_function", target, args, kwargs, name)
     node.meta = {key: item for key, item in like.meta.items() if key not in ("val", "tensor_meta", "desc")}
     values: Any = fx.map_arg((args, kwargs), lambda one: one.meta["val"])
@@ -67,17 +67,18 @@ def added(like: fx.Node, target: Any, *args: Any, name: str | None = None, **kwa
 
 
 def nodes_of(tracer: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An operator's arguments as its node has them. Raises ``UnknownError``."""
+    """An operator's arguments in the form that its node holds. Raises ``UnknownError``."""
     return tuple(_node_of(one, tracer) for one in args), {name: _node_of(one, tracer) for name, one in kwargs.items()}
 
 
 def note(tracer: Any, func: Any, nodes: tuple[tuple[Any, ...], dict[str, Any]], result: Any) -> None:
-    """``func`` of these nodes has made ``result``."""
+    """Record that ``func`` of these nodes has made ``result``."""
     _follow(tracer, result, tracer.create_node("call_function", func, *nodes, name=_name(func)))
 
 
 def _memory(constant: torch.Tensor) -> torch.Tensor | None:
-    """All that lies where a constant does that is not contiguous: what the tracer lifts it by, a copy, would be contiguous."""
+    """For a constant that is not contiguous, the memory behind it as a flat tensor; else ``None``. The tracer lifts
+    constants by a copy, which would be contiguous."""
     if constant.layout is not torch.strided or constant.is_quantized or constant.is_conj() or constant.is_neg():
         return None
     if constant.is_contiguous() or constant.requires_grad:
@@ -92,7 +93,7 @@ def _strided(constant: torch.Tensor) -> tuple[list[int], list[int]]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def is_simple(func: Any) -> bool:
-    """Whether calls of it are noted in short."""
+    """Whether calls of ``func`` can be recorded the fast way."""
     if not writes_nothing(func) or func in _LEFT or is_composite(func):
         return False
     return torch.Tag.data_dependent_output not in func.tags
@@ -121,7 +122,7 @@ def _node_of(value: Any, tracer: Any) -> Any:
 
 
 def _follow(tracer: Any, result: Any, node: fx.Node) -> None:
-    """``result`` is what ``node`` makes."""
+    """Track ``result`` as the result of ``node``."""
     node.meta["val"] = result
     if isinstance(result, torch.Tensor):
         proxy = fx.Proxy(node, tracer)

@@ -1,8 +1,8 @@
-"""What fake kernels return, kept by operator and layouts of arguments.
+"""A cache of fake kernels' results, by operator and layouts of arguments.
 
-PyTorch keeps such results too, but takes longer to look one up than most fake kernels take to run: its keys hold all that may
-matter to any operator. Here only operators of ATen are kept that write nothing, of strided tensors. Where sizes are symbols,
-results are kept for one trace, by the expressions, which mean something in that alone.
+PyTorch has such a cache too, but a lookup there takes longer than most fake kernels, because its keys hold everything
+that may matter to any operator. This one is only for ATen operators that write nothing, on strided tensors. With
+symbolic sizes, results are kept for one trace, since their expressions have a meaning only there.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ PLAIN = frozenset(
     {bool, complex, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format, type(None)}
 )
 _MOST = 1 << 14
-_KNOWN: dict[Any, Any] = {}  # of sizes that are numbers
+_KNOWN: dict[Any, Any] = {}  # results for sizes that are numbers
 _LIFTED = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default}
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
 def writes_nothing(func: Any) -> bool:
-    """Whether it is an operator of the dispatcher's (``aten::size`` is none), and writes into none of its arguments."""
+    """Whether ``func`` is a dispatcher operator (``aten::size`` is not) that writes into none of its arguments."""
     if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
         return False
     return bool(torch._C._dispatch_has_kernel(func.name()))  # type: ignore[no-untyped-call]
 
 
 def is_composite(func: Any) -> bool:
-    """Whether autograd sees the operators that it is made of."""
+    """Whether ``func`` is made of other operators, and autograd sees those."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 class _Kept(NamedTuple):
-    """A tensor of new memory or, where there is an ``offset``, one that shows that of the only one that is given. ``shared``:
-    it is the tensor of this number among the results before it."""
+    """Describes a result: a tensor with new memory or, with an ``offset``, a view of the only tensor argument. ``shared``:
+    the result is the same tensor as this earlier result."""
 
     shape: tuple[int | torch.SymInt, ...]
     strides: tuple[int | torch.SymInt, ...]
@@ -53,11 +53,11 @@ class _Kept(NamedTuple):
 
 
 class _UnkeptError(Exception):
-    """An argument or a result is of a kind that nothing is kept of."""
+    """Raised for arguments or results that are not cached."""
 
 
 def key_of(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Under which the result is kept; ``None`` where it is not."""
+    """The cache key of a call; ``None`` if its result is not cached."""
     if not _is_kept(func) or next(tensors_among((*kwargs.values(),)), None) is not None:
         return None
     try:
@@ -71,7 +71,7 @@ def key_of(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def keep(mode: Any, key: Any, args: Sequence[Any], result: Any) -> None:
-    """The ``result`` of a fake kernel for later calls, if it is of tensors alone."""
+    """Cache the ``result`` of a fake kernel, if it consists of tensors."""
     try:
         found = _kept(result, [*map(memory_of, tensors_among(args))], [])
     except _UnkeptError:
@@ -85,7 +85,7 @@ def keep(mode: Any, key: Any, args: Sequence[Any], result: Any) -> None:
 
 
 def known(mode: Any, key: Any, args: Sequence[Any]) -> Any:
-    """The result anew; ``None`` where none is kept."""
+    """A new copy of the cached result; ``None`` without one."""
     found = _table(mode).get(key)
     return None if found is None else _made(mode, found, args, [])
 
@@ -123,7 +123,7 @@ def _key(mode: Any, value: Any) -> Any:
 
 
 def _size(size: int | torch.SymInt) -> Any:
-    """The number, or what stands for it in its trace."""
+    """A size that is a number, or the expression of a symbolic one."""
     return size.node._expr if isinstance(size, torch.SymInt) else size
 
 
@@ -132,14 +132,14 @@ def _is_plain(fake: FakeTensor) -> bool:
 
 
 def _kept(result: Any, given: list[int], made: list[Any]) -> _Kept | tuple[_Kept | None, ...]:
-    """How to make it, for arguments of these memories; it is added to the tensors that were ``made``."""
+    """Describe a result. ``given``: the memories of the arguments. ``made``: the results so far; this one is added."""
     if isinstance(result, tuple):
         return tuple(None if one is None else _kept(one, given, made) for one in result)  # type: ignore[misc]
     if type(result) is not FakeTensor or not _is_plain(result) or result.requires_grad:
         raise _UnkeptError
     memory = memory_of(result)
-    shows = memory in given  # so does ``_unsafe_view``, of which the schema does not tell
-    # PyTorch's own table forgets that two results are one.
+    shows = memory in given  # also for ``_unsafe_view``, whose schema does not say so
+    # PyTorch's own cache forgets that two results are the same tensor.
     shared = next((number for number, one in enumerate(made) if one is result), None)
     if (shared is None and memory in map(memory_of, made)) or (shows and len(given) > 1):
         raise _UnkeptError
@@ -170,7 +170,7 @@ def _made(mode: Any, found: Any, args: Sequence[Any], before: list[FakeTensor]) 
 
 
 def _is_alike(made: Any, result: Any) -> bool:
-    """Whether both are dispatched alike."""
+    """Whether both have the same dispatch keys."""
     if isinstance(result, tuple):
         return all(_is_alike(*pair) for pair in zip(made, result, strict=True))
     return result is None or torch._C._dispatch_key_set(made) == torch._C._dispatch_key_set(result)
