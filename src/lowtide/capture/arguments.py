@@ -1,7 +1,7 @@
 """The tensors of a call, and the structure around them.
 
-What code has put on a tensor (``x.mask = mask``) belongs to the call: tensors among that are inputs as others are. A tensor of
-the model's own among the arguments is that one.
+Attributes that code sets on a tensor (``x.mask = mask``) belong to the call: tensors among them are inputs too. If a
+tensor of the model is among the arguments, it stays the model's tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowtide.objects import structure
 from lowtide.program.distributed.local import form_of
 
 _KINDS = (torch.Tensor, nn.Parameter, FunctionalTensor)
-_PYTORCH = "elem"  # that PyTorch puts on a functional tensor
+_PYTORCH = "elem"  # an attribute that PyTorch sets on functional tensors
 _COMPILERS = frozenset({  # what Dynamo puts on tensors that it is told to treat in some way (``mark_static_address``)
     "_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides", "_dynamo_shape_ids", "_dynamo_static_indices",
     "_dynamo_static_input_type", "_dynamo_strict_unbacked_indices", "_dynamo_unbacked_bounds", "_dynamo_unbacked_indices",
@@ -28,7 +28,8 @@ _COMPILERS = frozenset({  # what Dynamo puts on tensors that it is told to treat
 
 
 def require_call(args: object, kwargs: object) -> None:
-    """Raises ``PlanError`` where these are not all positional and all keyword arguments of a call: one tensor, or a budget."""
+    """Raise ``PlanError`` unless ``args`` and ``kwargs`` are a call's positional and keyword arguments (and not a
+    single tensor, or a budget, say)."""
     meant = ""
     for given in (args, kwargs):
         if isinstance(given, str | numbers.Real):
@@ -46,8 +47,8 @@ def require_call(args: object, kwargs: object) -> None:
 def flat_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, state: Sequence[torch.Tensor] = ()
 ) -> tuple[list[torch.Tensor], Any]:
-    """The call's distinct tensors beside those of the model's ``state``, of distributed ones the forms; and the structure that
-    ``rebuilt`` takes."""
+    """The call's distinct tensors that are not in the model's ``state`` (for distributed tensors, their forms), and the
+    structure for ``rebuilt``."""
     require_call(args, kwargs)
     call = tuple(args), dict(kwargs or {})
     found, arguments = _flat((call, ()), state)
@@ -66,26 +67,26 @@ def rebuilt(
     tensors: Sequence[torch.Tensor],
     number: Callable[[structure.Changing], Any] = lambda one: one,
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """``(args, kwargs)`` of such a call of these ``tensors``, which get what belongs to them. ``number``: what it
-    has in the place of one that changes."""
+    """The ``(args, kwargs)`` of a call with these ``tensors``, with their attributes set. ``number``: returns the value
+    for a number that changes from call to call."""
     if structure.changing(arguments):
         arguments = structure.replaced(
             arguments, lambda leaf: number(leaf) if isinstance(leaf, structure.Changing) else leaf
         )
     (args, kwargs), attributes = structure.unflatten(arguments, [*state, *tensors])
-    for tensor, own in zip(tensors, attributes, strict=False):  # the rest are in attributes themselves
+    for tensor, own in zip(tensors, attributes, strict=False):  # further tensors are in attributes
         vars(tensor).update(own)
     return args, kwargs
 
 
 def put_on(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that code of Python's has given a plain tensor, or a traced one."""
+    """The attributes that Python code has set on a plain or traced tensor."""
     own = vars(tensor) if type(tensor) in _KINDS else {}
     return {name: value for name, value in own.items() if name != _PYTORCH} if own else own
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether code of the user's is told when its gradient is there."""
+    """Whether the user's code has hooks on the gradient of the tensor."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
@@ -95,9 +96,9 @@ def refuse_marks(
     results: Sequence[torch.Tensor],
     named: Collection[str],
 ) -> None:
-    """Raises ``CaptureError`` where traced tensors that were ``given`` have others than ``before``, or hooks, or a result has
-    some: what a forward pass leaves on tensors, planned calls would not. Marks for compilers tell a program nothing, unless the
-    user's code has ``named`` them."""
+    """Raise ``CaptureError`` if the forward pass leaves attributes or hooks on tensors: if traced tensors that were
+    ``given`` have others than ``before``, or a result has some. Planned calls would not leave them. Marks for
+    compilers do not matter, unless the user's code has ``named`` them."""
     if any(map(has_hooks, given)):
         raise CaptureError(
             "the forward pass registers a hook on a parameter, a buffer or an argument, which stays there and is called for "

@@ -1,4 +1,4 @@
-"""For which results of a traced call a gradient will come back: a guess, or what a backward pass told."""
+"""For which results of a traced call a gradient will come back: a guess, or what a backward pass has shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.program.results import GradientMask, below, below_nodes
 
 
 def fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
-    """Whether a mask is one for these results."""
+    """Whether a mask has an entry for each of these results."""
     return len(mask) == len(results) and all(
         entry is False or (tensor.requires_grad and (entry is True or len(entry) == tensor.dim()))
         for entry, tensor in zip(mask, results, strict=True)
@@ -20,13 +20,15 @@ def fits(mask: GradientMask, results: Sequence[torch.Tensor]) -> bool:
 
 
 def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested, states: Collection[int] = ()) -> GradientMask:
-    """Which results a gradient will come back for: the scalars where there are some, but for those that others of them are
-    computed from, with the results that depend on parameters of which these know nothing (a scalar may be a part of a loss
-    outside), else all that can have one. What the model wrote into its arguments counts where it returned nothing of the kind,
-    and what it left in attributes where it did neither; ``states``, which it left in buffers with their history, where there
-    is no scalar: the next call goes on from them.
+    """Guess for which results a gradient will come back.
 
-    Only a guess. A backward pass that disagrees makes a program for what it really got.
+    If there are scalars: for those that no other scalar is computed from, and for results that depend on parameters
+    which these scalars do not depend on (a scalar may be one term of a loss outside the model). Else: for all results
+    that can have a gradient. What the model wrote into its arguments counts only if it returned nothing of the kind,
+    and what it left in attributes only if it did neither. ``states``, which it left in buffers with their history,
+    count if there is no scalar: the next call continues from them.
+
+    If a backward pass shows that the guess was wrong, another program is made for the gradients that it got.
     """
     returned, _, written = (frozenset(structure.slots(leaf)) for leaf in result.leaves)
     able = [index for index, tensor in enumerate(results) if tensor.requires_grad]
@@ -43,12 +45,12 @@ def guess_mask(results: Sequence[torch.Tensor], result: structure.Nested, states
 
 
 def _outermost(chosen: Sequence[int], results: Sequence[torch.Tensor]) -> list[int]:
-    """Those that none of the others is computed from: of a loss that is returned beside its terms, the sum."""
+    """Those from which no other is computed: of a loss that is returned with its terms, the sum."""
     nodes = [results[index].grad_fn for index in chosen]
     within = below_nodes(child for node in nodes if node is not None for child, _ in node.next_functions)
     return [index for index, node in zip(chosen, nodes, strict=True) if node not in within]
 
 
 def _is_leaf(node: Any) -> bool:
-    """Whether it is of a parameter or an input."""
+    """Whether an autograd node belongs to a parameter or an input."""
     return not node.next_functions

@@ -24,25 +24,25 @@ _IN_ORDER = operator.methodcaller("values")  # dict.values would not see that an
 
 
 class NoShapeError(CaptureError):
-    """A parameter has none before the model's first call (``nn.LazyLinear``)."""
+    """Raised if a parameter has no shape before the model's first call (``nn.LazyLinear``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A model's parameters and buffers, each once: ``names[i]`` lists every place where ``registered[i]`` is. ``tensors`` are
-    what operators read: the same, the forms of the gathered parameters for the shards of ``units``, or of distributed tensors
-    the local ones."""
+    """A model's parameters and buffers, each once. ``names[i]``: all names of ``registered[i]``. ``tensors``: what
+    operators read instead of these: gathered parameters for the shards of ``units``, local tensors for distributed
+    ones, else the same tensors."""
 
     tensors: tuple[torch.Tensor, ...]
     names: tuple[tuple[str, ...], ...]
     parameters: int  # tensors[:parameters] are parameters, the rest buffers
     registered: tuple[torch.Tensor, ...]
     units: tuple[Unit, ...]
-    modules: tuple[nn.Module, ...]  # each once, as ``nn.Module.modules`` has them
+    modules: tuple[nn.Module, ...]  # each once, in the order of ``nn.Module.modules``
 
 
 def model_state(model: nn.Module) -> State:
-    """Parameters, then buffers, in registration order, without duplicates."""
+    """The parameters, then the buffers, in registration order, without duplicates."""
     units = begun(model)
     places: dict[int, tuple[torch.Tensor, list[str]]] = {}
     modules = named_modules(model)
@@ -70,8 +70,8 @@ def model_state(model: nn.Module) -> State:
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As ``named_modules(remove_duplicate=False)``, with a dot after each name: those are generators in generators, which every
-    call of a small model would wait for."""
+    """``named_modules(remove_duplicate=False)``, with a dot after each name. PyTorch's version nests generators, which
+    would delay each call of a small model."""
     found, waiting = [], [("", model)]
     while waiting:
         found.append(waiting.pop())
@@ -82,26 +82,26 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class StateReader:
-    """``model_state`` for call after call of one model. While everything is in its place the names are those of the call
-    before: to put them together would take longest. Nothing is kept alive."""
+    """``model_state`` for repeated calls of one model. If nothing has moved, the names of the previous call are used
+    again, since building them takes longest. Keeps nothing alive."""
 
     def __init__(self) -> None:
-        self._form: tuple[list[Any], ...] = ()  # of all registries: sizes, names, and what is in them, by identity
+        self._form: tuple[list[Any], ...] = ()  # sizes, names, and contents of all registries, by identity
         self._names: tuple[tuple[str, ...], ...] = ()
         self._parameters = 0
         self._repeated = False  # whether a module is in several places
-        self._first: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple  # of what is in them, each tensor once
+        self._first: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple  # picks each tensor once from the registries
 
     def __call__(self, model: nn.Module) -> State:
         modules = _modules(model)
         registries = [registry for read in _REGISTRIES for registry in map(read, modules)]
         sizes, filled = [*map(len, registries)], [*filter(None, registries)]
-        if not _DICTIONARIES.issuperset(map(type, filled)):  # but views of what is compiled (torch.jit)
+        if not _DICTIONARIES.issuperset(map(type, filled)):  # views of a compiled module (torch.jit)
             return model_state(model)
         keys: list[Any] = [*itertools.chain.from_iterable(filled)]
         held: list[Any] = [*itertools.chain.from_iterable(map(_IN_ORDER, filled))]
         if is_sharded(model) or not _PLAIN.issuperset(map(type, held[: sum(sizes[: -len(modules)])])):
-            return model_state(model)  # what operators read are other tensors
+            return model_state(model)  # operators read other tensors than these
         form = sizes, keys, [*map(id, held)]
         if form != self._form:
             self._learn(model, modules, held)
@@ -119,7 +119,7 @@ class StateReader:
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
-    """In the order of ``named_modules``, each as often as it is somewhere."""
+    """The modules in the order of ``named_modules``, each as often as it occurs."""
     found, waiting = [], [model]
     while waiting:
         found.append(waiting.pop())

@@ -1,9 +1,9 @@
-"""Numbers that Python code reads of tensors that the forward pass has computed: ``x.abs().max().item()``.
+"""Numbers that Python code reads from tensors that the forward pass has computed: ``x.abs().max().item()``.
 
-Nobody knows them while the model is traced, so each is another one in every call. The program makes a tensor of it; what
-Python code computes of the number is computed again in every call, where the call returns it, leaves it in an attribute, or
-an operator takes it (``program.items``). Where it is compared, or put together with another one, tensors are, as exactly as
-Python does it. More is not known of it: the model is no single program then.
+Their values are unknown while the model is traced, and differ in each call. In the program, each is a tensor of one
+element. What Python computes from the number is computed again in each call, if the call returns it, leaves it in an
+attribute, or an operator takes it (``program.items``). Comparisons and combinations with other numbers become tensor
+operations that are as exact as Python's. If code does more with such a number, the model cannot be one program.
 """
 
 from __future__ import annotations
@@ -30,19 +30,22 @@ from lowtide.program.items import TensorNumber
 from lowtide.program.scalars import NUMBERS, Operation, Taken
 
 Variables = dict[str, Any]  # of a module
-# Of the numbers that stand for those of tensors: such as no operator takes by itself.
+# The first values of stand-ins. No operator takes such numbers by itself.
 _FIRST, _BETWEEN = 0.7548776662466927, 0.0317249
 _FIRST_WHOLE, _BETWEEN_WHOLE = 7_000_003, 20_011
-_MOST = 64  # of one call, each of which is an operator: lists of many are no numbers to compute with
+_MOST = 64  # numbers per call, each of which is an operator; long lists are not meant for computing
 _EXACT = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, abs}  # on tensors as on numbers
 _EXACT_OF_WHOLE = {operator.mod, operator.floordiv}  # by a positive one
 
 
 class TensorNumbers:
-    """Of one trace. ``allowed``: whether there may be any; ``taken``: what operators took of all numbers, or ``None`` where
-    they may take none of tensors; ``moved``: whether they are given others; ``converting``: variables of the modules whose code
-    may convert them, and ``asking`` those of another one whose code would; ``clocks``: whether clocks may make some, and
-    ``clocked`` whether any has."""
+    """The numbers of one trace.
+
+    ``allowed``: whether numbers may be read at all. ``taken``: what operators took of all numbers; ``None`` if they may
+    take none that come from tensors. ``moved``: whether operators are given other numbers. ``converting``: variables of
+    modules whose code may convert numbers (``float``, ``int``); ``asking``: those of another module whose code would.
+    ``clocks``: whether numbers may come from clocks; ``clocked``: whether some did.
+    """
 
     def __init__(
         self,
@@ -57,12 +60,12 @@ class TensorNumbers:
         self.asking: Variables | None = None
         self._taken = taken
         self._read: list[Comparisons] = []
-        # By the ids of the values that tensors have, which they get anew where they are written.
+        # By the ids of tensors' values; a tensor gets a new value when it is written.
         self._places: dict[int, tuple[torch.Tensor, StandIn | None]] = {}
         self._sums: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]] = {}  # of a tensor and a number
 
     def begin(self) -> None:
-        """A run of the model begins, or nothing of the last one is asked any more."""
+        """Begin a run of the model, or end the last one: its numbers are not used any more."""
         self._read.clear()
         self._places.clear()
         self._sums.clear()
@@ -72,12 +75,12 @@ class TensorNumbers:
 
     @property
     def misused(self) -> bool:
-        """Whether the last run does more with one than is known."""
+        """Whether the last run did more with a number than can be followed."""
         return any(one.used_otherwise for one in self._read)
 
     def indexing(self, function: Callable[..., Any], args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments of a call, where that indexes a tensor by others of one whole number: by what stands for these, which
-        PyTorch reads."""
+        """The arguments of a call, with stand-ins in place of tensors of one whole number if the call uses these as
+        indices: PyTorch reads their values."""
         return with_places(function, args, self._place)
 
     def _place(self, tensor: torch.Tensor) -> StandIn | None:
@@ -90,7 +93,7 @@ class TensorNumbers:
         return self._places[id(value)][1]
 
     def note_sum(self, function: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """A call without names of arguments may have moved a place by a number of Python's."""
+        """Record that a call may have moved a position by a Python number."""
         if function not in _ADDING or [type(one) for one in args[1:]] != [int] or not isinstance(args[0], torch.Tensor):
             return
         if is_whole(result) and result.dtype is args[0].dtype is torch.int64:
@@ -103,18 +106,19 @@ class TensorNumbers:
             self.converted(calling)
 
     def converted(self, calling: types.FrameType) -> None:
-        """Code converts what stands for a number."""
+        """Code converts the stand-in of a number."""
         if not any(calling.f_globals is one for one in self.converting):
             self.asking = self.asking or calling.f_globals
 
     def item(self, tensor: Any) -> StandIn | None:
-        """What stands for the number of a traced tensor; ``None`` where that is known, no number at all, or one of too many."""
+        """The stand-in for the number of a traced tensor. ``None`` if its value is known, it is not a number, or there
+        are too many."""
         if not self.allowed or not _is_unknown(tensor) or self._are_too_many():
             return None
         return self._of(tensor)
 
     def clock(self, ask: Callable[[], torch.Tensor]) -> StandIn | None:
-        """What stands for the number that a clock says; ``None`` where that is to be the number itself."""
+        """The stand-in for the time that a clock tells; ``None`` if the real time is to be used."""
         if not (self.allowed and self.clocks) or self._are_too_many():
             return None
         self.clocked = True
@@ -141,8 +145,8 @@ class TensorNumbers:
         return stand_in
 
     def _joined(self, function: Callable[..., Any], one: Any, other: Any) -> Any:
-        """What becomes of two numbers, one of them of a tensor at least, or of one: a truth value, or a number of another
-        tensor."""
+        """The result of a function of one or two numbers, at least one of them from a tensor: a truth value, or another
+        number of a tensor."""
         with torch.no_grad():
             made = _made(function, one, other)
             if made.dtype is not torch.bool:
@@ -154,7 +158,7 @@ class TensorNumbers:
 
 
 class ReadingNumbers(TakingNumbers):
-    """Inside, tensors are indexed by the ``numbers`` of others, too, and sums of these are noted."""
+    """A mode in which tensors can be indexed by ``numbers`` of other tensors, and which records sums of these."""
 
     def __init__(self, numbers: TensorNumbers) -> None:
         super().__init__()
@@ -168,7 +172,7 @@ class ReadingNumbers(TakingNumbers):
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:
-    """The fake tensor that a traced one holds as it is now."""
+    """The present fake tensor of a traced one."""
     if isinstance(tensor, FunctionalTensor):
         torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
     return fake_of(tensor)  # type: ignore[no-any-return]
@@ -194,7 +198,7 @@ _ASKING = {math.isnan: torch.isnan, math.isinf: torch.isinf, math.isfinite: torc
 
 
 def _made(function: Callable[..., Any], one: Any, other: Any) -> torch.Tensor:
-    """By a function of numbers, of tensors where they follow from such."""
+    """The result of a function of numbers, or of tensors that they come from."""
     made: torch.Tensor
     if function in _ASKING and other is None:
         made = _ASKING[function](_as_tensor(one, floats=True))
@@ -212,7 +216,7 @@ def _made(function: Callable[..., Any], one: Any, other: Any) -> torch.Tensor:
 
 
 def _refuse_zero(divisor: Any) -> None:
-    """Raises ``ZeroDivisionError`` as Python does, where tensors would be infinite."""
+    """Raise ``ZeroDivisionError`` as Python does, where tensors would become infinite."""
     if isinstance(divisor, torch.Tensor):
         other = divisor != 0
         expect(other, True)
@@ -221,7 +225,7 @@ def _refuse_zero(divisor: Any) -> None:
 
 
 def _as_tensor(one: Any, floats: bool) -> Any:
-    """A number of a tensor in the precision of Python's; others as they are."""
+    """A number of a tensor in the precision of Python's numbers; other numbers unchanged."""
     if not _is_of_tensor(one):
         return one
     made_floats = one.comparisons.kind is float or any(map(_makes_floats, one.operations))
@@ -236,7 +240,7 @@ def _as_tensor(one: Any, floats: bool) -> Any:
 
 
 def _is_exact(operation: Operation, floats: bool) -> bool:
-    """Whether tensors come to the same as Python's numbers."""
+    """Whether an operation gives the same on tensors as on Python's numbers."""
     whole = not floats and not operation.reflected and type(operation.other) is int and operation.other > 0
     return operation.function in _EXACT or (whole and operation.function in _EXACT_OF_WHOLE)
 

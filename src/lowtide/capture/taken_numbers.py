@@ -1,8 +1,9 @@
-"""Operators that take a number which is another one in every call, while a model is traced with stand-ins for such numbers.
+"""Operators that take a number which differs from call to call. While a model is traced, stand-ins take the place of
+such numbers.
 
-Only operators whose program the number does not change are let have it: it decides no shape, and what an operator calls in
-its place or in its derivative depends at most on which of its special numbers it is, or lies between. To all others a stand-in
-is no number, and the call is traced again with the number itself.
+Only operators whose program does not depend on the number may take it: it decides no shape, and what the operator and
+its derivative call depends at most on which special number it is, or between which ones it lies. For all other
+operators a stand-in is not a number, and the call is traced again with the number itself.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ addmm addmv addbmm baddbmm addr
 uniform normal smooth_l1_loss huber_loss margin_ranking_loss cosine_embedding_loss hinge_embedding_loss
 triplet_margin_loss cross_entropy_loss dropout feature_dropout alpha_dropout bernoulli
 """
-# By the name of the operator, or of its form in place: the numbers that are special to it, in order.
+# The special numbers of operators, in order, by the name of the operator or of its in-place form.
 _SPECIAL: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(_FREE.split(), ()),
     **dict.fromkeys(_OTHERS.split(), (0, 1)),
     "lerp": (0, 0.5, 1),
     "pow": (-2, -1, -0.5, 0, 0.5, 1, 2, 3),
 }
-_SPECIAL_FACTORS = (0, 1)  # of what is added: ``alpha``
+_SPECIAL_FACTORS = (0, 1)  # for ``alpha``, a factor of what is added
 BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _MAKING = (torch.tensor, torch.as_tensor)
@@ -54,7 +55,7 @@ _ASKED = "isnan isinf isfinite"
 
 @contextlib.contextmanager
 def followed_by_math(code: Code) -> Iterator[None]:
-    """Inside, functions of ``math`` take stand-ins, wherever the model's ``code`` has them from."""
+    """A context in which functions of ``math`` that the model's ``code`` refers to accept stand-ins."""
     with all_wrapped(places_of([(math, [*_UNARY.split(), *_ASKED.split()])], code[1]), _following):
         yield
 
@@ -70,13 +71,13 @@ def _following(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TakingNumbers(torch.overrides.TorchFunctionMode):
-    """Inside, functions of PyTorch's are given numbers in the place of stand-ins, where they take them."""
+    """A mode that gives PyTorch's functions numbers in place of stand-ins, if they may take them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {}, sys._getframe(1))
 
     def run(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
-        """A call that has come to the mode from the frame ``calling``."""
+        """A call that the mode got from the frame ``calling``."""
         if func in _MAKING and _is_list_with_stand_ins(args[0]) and kwargs.keys() <= {"dtype", "device"}:
             with self:
                 return _made_of(args[0], **kwargs)
@@ -91,13 +92,13 @@ class TakingNumbers(torch.overrides.TorchFunctionMode):
             return func(*args, **kwargs)
 
     def called(self, func: Any, args: Any, kwargs: Any, calling: types.FrameType) -> Any:
-        """What such a call gives when it has no stand-ins any more, or keeps them."""
+        """The result of a call whose stand-ins were replaced, or were kept."""
         return func(*args, **kwargs)
 
 
 def _opened(function: Callable[..., Any]) -> contextlib.AbstractContextManager[None] | None:
-    """For a function of PyTorch's that is written in Python: inside, it does not ask modes to run it, so that they see what it
-    calls. ``None`` for any other."""
+    """For a PyTorch function that is written in Python, a context in which it does not hand itself to modes, so that
+    they see the functions that it calls. ``None`` for other functions."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or getattr(function, "__globals__", None) is not vars(module):
         return None
@@ -105,13 +106,13 @@ def _opened(function: Callable[..., Any]) -> contextlib.AbstractContextManager[N
 
 
 def _is_list_with_stand_ins(value: Any) -> bool:
-    """Whether it is a list of numbers, as those of Python are, some of which are stand-ins."""
+    """Whether the value is a list of Python numbers, some of which are stand-ins."""
     listed = value if type(value) in (list, tuple) else ()
     return any(type(one) is StandIn for one in listed) and {*map(kind_of, listed)} <= {int, float}
 
 
 def _made_of(numbers: Sequence[Any], dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """The tensor of these numbers, made of one of each."""
+    """A tensor of these numbers, from tensors of one number each."""
     dtype = dtype or (torch.get_default_dtype() if float in map(kind_of, numbers) else torch.int64)
     return torch.stack([torch.full((), one, dtype=dtype, device=device) for one in numbers])
 
@@ -119,7 +120,7 @@ def _made_of(numbers: Sequence[Any], dtype: torch.dtype | None = None, device: A
 def _taken(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """A call of a function with numbers in the place of stand-ins, if it takes them."""
+    """A call with numbers in place of stand-ins, if the function takes them."""
     if function in _MAKING and type(args[0]) is StandIn and kwargs.keys() <= {"dtype", "device"}:
         dtype = _DTYPES[args[0].kind] or torch.get_default_dtype()
         function, args, kwargs = torch.full, ((), args[0], *args[1:]), {"dtype": dtype, **kwargs}

@@ -1,5 +1,5 @@
-"""Calls of torch functions while a model is traced: where in the user's code they are, and what is answered, or refused, where
-the traced tensor would answer otherwise than the real one."""
+"""Calls of torch functions while a model is traced. Notes where in the user's code they are, and answers, or refuses,
+calls that a traced tensor would answer otherwise than the real one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from lowtide.program.distributed.local import has_distributed, is_distributed, l
 from lowtide.program.source import user_source
 
 _VALUES = (torch.Tensor.tolist, *READING_ARRAYS, *READING_TEXTS)
-# Their kernels call operators that autocast casts for; others are made of such operators, or cast themselves.
+# Kernels that call operators for which autocast casts. Other operators are composed of such, or cast themselves.
 _CASTING_WITHIN = (
     torch.bilinear,
     torch.affine_grid_generator,
@@ -68,8 +68,8 @@ _DESCRIBING = (
 
 
 def compiled_operators_refused() -> contextlib.AbstractContextManager[None]:
-    """Inside, ``torch.cond`` and its like are refused. They compile their functions, which would fail while a model is traced,
-    and for the whole process from then on."""
+    """A context in which ``torch.cond`` and similar operators are refused. They compile their functions, which would
+    fail while a model is traced, and for the whole process from then on."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise CaptureError(
@@ -83,8 +83,8 @@ def compiled_operators_refused() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def told_as_in_eager() -> Iterator[None]:
-    """Inside, code that asks whether it is traced, whether functions are overridden, or when garbage is collected, is told what
-    it is told in eager: layers of PyTorch's choose their kernels by it."""
+    """A context in which code gets eager's answers when it asks whether it is traced, whether functions are overridden,
+    or how garbage is collected. PyTorch's layers choose their kernels by such questions."""
     disabled = torch._C._disabled_torch_function_impl
     modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 
@@ -107,11 +107,15 @@ def told_as_in_eager() -> Iterator[None]:
 
 
 class TensorCalls(ReadingNumbers):
-    """Notes the user's line at every call of a torch function, and the ``period`` of its casts; in ``reads`` constant tensors
-    whose values become numbers of Python's, and which tensors have no gradient. ``state``: what must not be given other data;
-    its gradients, and those of ``others`` and of what attributes have ``held``, are the user's. ``registered``: what state and
-    held stand for. Raises ``GradientRequiredError`` at the end, or for any error, where some of the state and others are to
-    require a gradient, or none any more, before anything has read them: here they do not yet."""
+    """A mode that records the user's line at each call of a torch function, and the ``period`` of its casts. It records
+    in ``reads`` constant tensors whose values become Python numbers, and tensors without a gradient.
+
+    ``state``: tensors that must not be given other data. The gradients of these, of ``others``, and of tensors ``held``
+    in attributes belong to the user. ``registered``: the real tensors of ``state`` and ``held``.
+
+    Raises ``GradientRequiredError``, at the end or in place of any other error, if the model makes some of the state or
+    others require a gradient, or no longer require one, before anything has read them.
+    """
 
     def __init__(
         self,
@@ -137,7 +141,7 @@ class TensorCalls(ReadingNumbers):
         self._early = set[int]()
         self._read = set[int]()  # ids
         self._selected: list[weakref.ref[Selected]] = []
-        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []  # made of tensors, and what they held then
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []  # arrays made of tensors, and what they held then
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
@@ -214,7 +218,8 @@ class TensorCalls(ReadingNumbers):
         return answered(func, args, kwargs) if made is None else made
 
     def _requires(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call has a tensor that nothing has read require a gradient otherwise than it does. Other calls read."""
+        """Whether a call changes whether a tensor that nothing has read requires a gradient. Other calls count as
+        reads."""
         if func in _REQUIRING:
             number = self._numbers.get(id(args[0]))
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
@@ -228,7 +233,8 @@ class TensorCalls(ReadingNumbers):
         return False
 
     def _has_none(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a constant, or stands for a parameter or a buffer, that has no gradient, which is noted."""
+        """Whether the tensor is a constant, or stands for a parameter or buffer, that has no gradient. If so, this is
+        recorded."""
         real = next((real for traced, real in self._lasting if traced is tensor), None)
         if real is None and not isinstance(tensor, (FakeTensor, FunctionalTensor)):
             real = tensor
@@ -239,7 +245,7 @@ class TensorCalls(ReadingNumbers):
 
 
 def _refuse_casting(func: Any, args: Sequence[Any]) -> None:
-    """Raises ``CaptureError`` where autocast casts within the kernel of an operator, which runs without it in a plan."""
+    """Raise ``CaptureError`` for operators in whose kernels autocast casts: in a plan they run without it."""
     if func not in _CASTING_WITHIN:
         return
     device = next((one.device.type for one in args if isinstance(one, torch.Tensor)), "cpu")
@@ -251,8 +257,8 @@ def _refuse_casting(func: Any, args: Sequence[Any]) -> None:
 
 
 def _refuse_unregistered(given: Any) -> None:
-    """Raises ``CaptureError`` for a distributed tensor that is no input of the program but requires a gradient: what is traced
-    of it is the local tensor, which does not say so."""
+    """Raise ``CaptureError`` for a distributed tensor that requires a gradient but is not an input of the program. Its
+    local tensor, which is traced, does not say so."""
     for one in pytree.tree_leaves(given):
         if is_distributed(one) and one.requires_grad and not isinstance(local_of(one), TRACED):
             raise unregistered(one.shape)
