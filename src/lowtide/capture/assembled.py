@@ -1,4 +1,4 @@
-"""A program put together from what a trace was converted to."""
+"""Assemble a program from a converted trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def leave_out_unread(graph: fx.Graph, first: int, used: Collection[int]) -> int:
 
 
 def assembled(converted: Converted, run: TracedRun, state: State, name: str) -> Program:
-    """The program of a model of this ``name``, whose run was traced and ``converted``."""
+    """The program of a model called ``name``, whose traced run was ``converted``."""
     builder = converted.builder
     returned, position, results = _results(converted, run)
     gradients = tuple((role.input, value) for role, value in converted.outputs.items() if isinstance(role, Gradient))
@@ -43,7 +43,7 @@ def assembled(converted: Converted, run: TracedRun, state: State, name: str) -> 
         storages=builder.storages(),
         inputs=tuple(value.id for value in builder.values if value.producer is None),
         forward_outputs=(*returned, *converted.kept.values()),
-        # The caller may hold the gradients it hands in: they count to the end (but see ``program.tangents``).
+        # The caller may hold the gradients that it hands in, so they count to the end (but see ``program.tangents``).
         outputs=tuple(dict.fromkeys((*arriving, *(value for _, value in gradients)))),
         forward_ops=converted.forward_ops,
     )
@@ -67,8 +67,8 @@ def assembled(converted: Converted, run: TracedRun, state: State, name: str) -> 
 
 
 def _results(converted: Converted, run: TracedRun) -> tuple[list[int], dict[int, int], list[Result]]:
-    """Forward outputs in the order in which the program returns them, at which of them each output is, and how each
-    result comes from them. Those with a gradient are apart from all others."""
+    """The forward outputs in the order in which the program returns them, the position of each output among them, and
+    how each result is made from them. Outputs with a gradient are separate from all others."""
     returned: list[int] = []
     positions: dict[int, int] = {}
     results = []

@@ -1,6 +1,8 @@
-"""Clocks that a forward pass asks (``time.perf_counter()``): each answer is the number of a tensor that an operator makes
-(``program.clocks``), and may be computed with, left in attributes and returned as other numbers of tensors are. Where more is
-done with one (a text is made of it), it is what the clock said in the trace.
+"""Clocks that a forward pass reads (``time.perf_counter()``).
+
+Each reading is the number of a tensor that an operator makes (``program.clocks``). Like other numbers of tensors, it
+may be computed with, left in attributes, and returned. If code does more with it (makes a text of it, say), planned
+calls get what the clock said in the trace.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from lowtide.program.clocks import ASK, NAMES
 
 @contextlib.contextmanager
 def clocks_followed(code: Code, numbers: TensorNumbers) -> Iterator[None]:
-    """Inside, what clocks say to code that is neither Python's nor PyTorch's stands for the number of a tensor: where it asks
-    them by the module ``time``, or by a variable of a module that they were imported into."""
+    """A context in which clocks return stand-ins to code that is neither Python's own nor PyTorch's. Code may read them
+    through the module ``time``, or through variables of modules that import them."""
 
     def asking(function: Callable[[], Any]) -> Callable[[], Any]:
-        name = stood_for(function).__name__  # where another thread follows clocks, too
+        name = stood_for(function).__name__  # another thread may follow clocks too
 
         def ask() -> Any:
-            calling = sys._getframe(2).f_globals  # behind what tells threads apart
+            calling = sys._getframe(2).f_globals  # skips the frame that tells threads apart
             number = None if is_trusted_module(str(calling.get("__name__"))) else numbers.clock(lambda: ASK(name))
             return function() if number is None else number
 
@@ -40,7 +42,8 @@ def clocks_followed(code: Code, numbers: TensorNumbers) -> Iterator[None]:
 
 
 def _imported() -> Iterator[Variable]:
-    """Variables that clocks may be in: all of modules that are not installed, and those of their names in others."""
+    """Module variables that may hold clocks: all variables of modules that are not installed, and in other modules
+    those with the names of clocks."""
     for file in [*sys.modules.values()]:
         if isinstance(file, types.ModuleType) and not is_trusted_module(file.__name__):
             variables = vars(file)

@@ -1,8 +1,8 @@
-"""``float(x)`` and ``int(x)`` of tensors that a forward pass has computed, and of numbers that are other ones in every call.
+"""``float(x)`` and ``int(x)`` of computed tensors, and of numbers that differ from call to call.
 
-Both ask for a number of Python's, which nobody knows while the model is traced, and nothing may stand for it there. So the
-variables of a module whose code has asked get a ``float`` and an ``int`` of their own for the next trace: classes that stand
-for Python's, but leave a number of a tensor what it is (``read_numbers``), and what stands for another one, too.
+Both need a Python number, which is unknown while the model is traced, and no object can stand for the result. So the
+next trace gives the variables of a module whose code converts numbers their own ``float`` and ``int``: classes that
+stand for Python's, but leave numbers of tensors (``read_numbers``) and stand-ins as they are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = frozenset(kind.__name__ for kind in _KINDS)
 
 
 class _Converting(InPlace):
-    """Of a class that stands for ``float`` or ``int`` in this thread, as a key of a dictionary, too."""
+    """Makes a class stand for ``float`` or ``int`` in this thread, also as a key of a dictionary."""
 
     numbers: TensorNumbers
     thread: int
@@ -53,8 +53,8 @@ class _Converting(InPlace):
 
 
 def can_follow(variables: Variables) -> bool:
-    """Whether the code of a module would not notice: it is none of PyTorch's, has no such names of its own, and does not ask
-    what they are."""
+    """Whether the code of a module does not notice the replacement: it is not PyTorch's, has no variables ``float`` or
+    ``int`` of its own, and does not ask what these are."""
     if is_trusted_module(str(variables.get("__name__"))) or not _NAMES.isdisjoint(variables):
         return False
     own = [one for one in variables.values() if getattr(one, "__module__", None) == variables.get("__name__")]
@@ -78,8 +78,8 @@ def _tells_apart(code: types.CodeType) -> bool:
 
 @contextlib.contextmanager
 def followed(code: Code, numbers: TensorNumbers) -> Iterator[None]:
-    """Inside, functions that the model's ``code`` has take stand-ins, clocks answer by some, and what may convert numbers of
-    tensors converts them to what they are."""
+    """A context in which functions in the model's ``code`` take stand-ins, clocks return stand-ins, and conversions
+    leave numbers of tensors as they are."""
     names = {"numbers": numbers, "thread": get_ident(), STANDS_FOR: ABSENT}
     stands = {kind.__name__: _Converting(kind.__name__, (), {**names, "original": kind}) for kind in _KINDS}
     for variables in numbers.converting:
@@ -95,7 +95,8 @@ def followed(code: Code, numbers: TensorNumbers) -> Iterator[None]:
 
 @contextlib.contextmanager
 def numbers_read(model: nn.Module, like: TensorNumbers) -> Iterator[None]:
-    """Inside, a model that runs on fake tensors, and is not traced, reads numbers of them as in a trace."""
+    """A context in which a model that runs on fake tensors without being traced reads numbers from them as in a
+    trace."""
     reading = _Reading(TensorNumbers(True, [], False, like.converting, like.clocks))
     with followed(code_of(model), reading.numbers), reading:
         yield

@@ -1,8 +1,8 @@
-"""A call captured once for many shapes: its program with symbolic sizes, and the programs at given ones.
+"""A call captured once for many shapes: its program with symbolic sizes, and the programs for given sizes.
 
-``capture_family`` traces a call whose sizes at some places are symbols (``trace.sizes``). ``SymbolicFamily.member`` is what a
-capture of a call with other sizes would give, wherever what the program asked about its sizes has the same answers there: no
-tracing, just numbers put in. Whoever makes a family compares such a member with a capture of its own.
+``capture_family`` traces a call in which some sizes are symbols (``trace.sizes``). ``SymbolicFamily.member`` gives what
+a capture of a call with other sizes would give, as long as the program's questions about sizes have the same answers.
+It does not trace; it only puts in numbers. Whoever makes a family compares a member with a capture of its own.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def capture_family(
     rewrite: Callable[[torch.fx.GraphModule], None] | None = None,
     like: Captured | None = None,
 ) -> SymbolicFamily:
-    """The calls like ``model(*args, **kwargs)`` whose tensors differ in their sizes at the places ``varying``.
+    """Capture the calls like ``model(*args, **kwargs)`` whose tensors have other sizes at the places ``varying``.
 
-    ``apart``: sizes that are equal in this call need not be so in others; ``like``: a capture of one of them. Raises
-    ``CaptureError`` where the call cannot be captured with symbolic sizes; by itself it may be.
+    ``apart``: sizes that are equal in this call may differ in others. ``like``: a capture of one of the calls. Raises
+    ``CaptureError`` if the call cannot be captured with symbolic sizes; alone it may still be.
     """
     sizes = SymbolicSizes(varying, apart)
     captured = capture(model, args, kwargs, mask=mask, rewrite=rewrite, known=known, sizes=sizes, like=like)
@@ -55,7 +55,8 @@ def capture_family(
 
 
 class SymbolicFamily:
-    """The programs of one call at many sizes. ``is_fixed``: what was asked about them lets none be another number."""
+    """The programs of one call for many sizes. ``is_fixed``: whether the answers to questions about sizes allow no
+    other numbers."""
 
     def __init__(self, captured: Captured, sizes: SymbolicSizes, tensors: Sequence[torch.Tensor]) -> None:
         contract, program = captured.contract, captured.program
@@ -85,17 +86,17 @@ class SymbolicFamily:
 
     @property
     def mask(self) -> GradientMask:
-        """How gradients arrive in its calls."""
+        """How gradients arrive in calls of the family."""
         return self._captured.program.mask
 
     @property
     def held_inputs(self) -> HeldInputs:
-        """Inputs that are held in attributes."""
+        """The inputs that are in attributes."""
         return self._captured.contract.conditions.held_inputs
 
     def member(self, shapes: Shapes, answer: Callable[[int, Question], Any]) -> Captured | None:
-        """The capture of a call with tensors of these shapes; ``None`` where that makes for another program. ``answer``: what
-        a question about values, of that number, has as its answer in the call."""
+        """The capture of a call with tensors of these shapes; ``None`` if its program is another one. ``answer``:
+        returns the answer that a question about values, given by its number, has in the call."""
         known = values_of(shapes, self.expressions)
         if known is None or not self._vary_as_known(shapes):
             return None
@@ -109,13 +110,13 @@ class SymbolicFamily:
         return _mapped(self._captured, self._put(values))
 
     def _put(self, values: Mapping[sympy.Symbol, int]) -> Callable[[Any], Any]:
-        """Puts numbers in the place of sizes, where the symbols have these values."""
+        """A function that replaces sizes by numbers, for these values of the symbols."""
         values_at = self._values(*(values[symbol] for symbol in self._symbols))
         return lambda value: map_leaves(value, _Size, lambda size: values_at[size.index])
 
     def confirmed_by(self, captured: Captured, shapes: Shapes) -> bool | None:
-        """Whether the member of these shapes is what a capture of such a call gave; ``None`` where that call is no member, or
-        other answers made for another program."""
+        """Whether the member for these shapes equals a capture of such a call. ``None`` if the call is not a member, or
+        if other answers led to another program."""
         asked = _of_values(captured)
         member = self.member(shapes, lambda number, _: asked[number].answer if number < len(asked) else ())
         if member is None or not _asked_the_same(member, captured):
@@ -124,7 +125,7 @@ class SymbolicFamily:
         return same and member.contract.same_as(captured.contract)
 
     def _vary_as_known(self, shapes: Shapes) -> bool:
-        """Whether sizes differ at the places alone that vary."""
+        """Whether the sizes differ only at the places that vary."""
         return all(
             size == known or (number, dim) in self.expressions
             for number, (new, old) in enumerate(zip(shapes, self._shapes, strict=True))
@@ -140,7 +141,7 @@ class SymbolicFamily:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Size:
-    """Stands for a size that varies: its place among the family's."""
+    """Stands for a size that varies. Holds its place among the family's sizes."""
 
     index: int
 
@@ -151,12 +152,12 @@ def _is_fixed(meta: TensorMeta) -> bool:
 
 
 def _of_values(captured: Captured) -> list[Question]:
-    """What was asked about the values of inputs, not about sizes alone: those are no questions where sizes are numbers."""
+    """The questions about values of inputs. Questions about sizes alone do not exist where sizes are numbers."""
     return [one for one in captured.contract.conditions.questions if one.known.positions()]
 
 
 def _asked_the_same(member: Captured, captured: Captured) -> bool:
-    """Whether both programs follow from the same answers, and numbers that compare in the same way."""
+    """Whether both programs follow from the same answers, and from the same comparisons of numbers."""
     compared = [
         {place: read.value.answers for place, read in each.contract.conditions.compared().items()}
         for each in (member, captured)
@@ -167,7 +168,7 @@ def _asked_the_same(member: Captured, captured: Captured) -> bool:
 
 
 def _mapped(captured: Captured, put: Callable[[Any], Any]) -> Captured:
-    """``captured`` with what ``put`` makes of the sizes in its program and in what its questions are about."""
+    """``captured`` with ``put`` applied to the sizes in its program and in the subjects of its questions."""
     conditions, done = captured.contract.conditions, dict[int, Provenance]()
     questions = tuple(_mapped_question(one, put, done) for one in conditions.questions)
     contract = dataclasses.replace(captured.contract, conditions=dataclasses.replace(conditions, questions=questions))

@@ -1,7 +1,7 @@
-"""``torch._foreach_*`` on the CPU: an operator for each tensor, which is what ATen does there.
+"""``torch._foreach_*`` on the CPU as one operator for each tensor, which is what ATen does there.
 
-A program then holds one new tensor at a time, and not all of them (the averages of all weights of a model). Gradients of lists
-have formulas of their own, so where gradients are wanted a list stays one.
+So a program holds one new tensor at a time, instead of all (the averages of all weights of a model, say). The gradients
+of operators on lists have their own formulas, so where gradients are wanted a list operator stays one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 _SINGLE = {
     "abs", "add", "clamp_max", "clamp_min", "copy", "div", "exp", "lerp", "mul", "neg", "reciprocal", "sqrt", "sub", "zero",
 }  # fmt: skip
-_SAME = {"alpha", "non_blocking"}  # keywords that those on tensors have
+_SAME = {"alpha", "non_blocking"}  # keywords that operators on single tensors have too
 
 
 def for_each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """What makes these calls for one that works on a list of tensors; ``None`` for any other call."""
+    """The function that replaces a call on a list of tensors by calls on each; ``None`` for other calls."""
     name = str(getattr(func, "__name__", ""))
     single = name.removeprefix("_foreach_")
     if single == name or single.removesuffix("_") not in _SINGLE or not args or kwargs.keys() - _SAME:

@@ -1,4 +1,5 @@
-"""Numbers of tensors (``read_numbers``) that rehearsed calls leave in a model's attributes: what the next one finds there."""
+"""Numbers of tensors (``read_numbers``) that rehearsed calls leave in a model's attributes, where the next call finds
+them."""
 
 from __future__ import annotations
 
@@ -18,19 +19,20 @@ from lowtide.objects import structure
 from lowtide.objects.keys import layout_of
 from lowtide.program.scalars import NUMBERS
 
-_SOME = {True: torch.tensor(0.75, dtype=torch.float64), False: torch.tensor(3)}  # whether it is a float
+_SOME = {True: torch.tensor(0.75, dtype=torch.float64), False: torch.tensor(3)}  # by whether the number is a float
 
 
 class NumbersLeft:
-    """Of calls in a row of one model. In an attribute of its own a number is a condition of a program that reads it, so the
-    next call may; in a container no plan knows it, so whoever does anything with it is noticed."""
+    """The numbers that consecutive calls of one model leave. A number in its own attribute is a condition of programs
+    that read it, so the next call may read it. A number in a container is unknown to plans, so any use of it is
+    noticed."""
 
     def __init__(self) -> None:
         self._in_containers = LateStandIn(0.0, Comparisons(float), ())
 
     def put(self, model: nn.Module, places: Iterable[AttributePath], before: Snapshot) -> None:
-        """A call has left tensors and numbers of such at these: the next one finds numbers, as they were ``before`` where there
-        were any."""
+        """After a call has left tensors and their numbers at ``places``, put numbers there for the next call: those
+        ``before`` the call, if there were any."""
         for place in places:
             tensors, left = structure.flatten(value_at(model, place))
             derived = structure.derived(left)
@@ -44,7 +46,7 @@ class NumbersLeft:
 
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
-        """Raises ``CaptureError`` where the call inside does more with a number in a container than to leave it there."""
+        """A context that raises ``CaptureError`` if the call inside does anything with a number in a container."""
         try:
             yield
         finally:
@@ -53,7 +55,7 @@ class NumbersLeft:
 
 
 def refuse_read(places: Sequence[AttributePath]) -> NoReturn:
-    """Raises ``CaptureError`` for containers with numbers of tensors in them that a call may read."""
+    """Raise ``CaptureError`` for containers that hold numbers of tensors and that a call may read."""
     where = f" ({texts(places)})" if places else ""
     raise CaptureError(
         f"the forward pass reads numbers that an earlier call took of tensors and left in a container{where}, where no plan "
@@ -62,13 +64,14 @@ def refuse_read(places: Sequence[AttributePath]) -> NoReturn:
 
 
 def holds(value: Any) -> bool:
-    """Whether a container has numbers of tensors in it."""
+    """Whether a container holds numbers of tensors."""
     left = structure.flatten(value)[1]
     return not isinstance(left, structure.Derived) and bool(structure.derived(left))
 
 
 def flat(value: Any) -> tuple[list[torch.Tensor], Any]:
-    """Taken apart: numbers of tensors as the tensors themselves, and those that an earlier call has left as zeros."""
+    """A value taken apart. Numbers of tensors become these tensors; numbers that an earlier call has left become
+    zeros."""
     tensors, found = structure.flatten(value)
     plain = structure.replaced(
         found, lambda leaf: 0.0 if type(leaf) is LateStandIn else leaf, lambda derived: derived.tensor
@@ -77,5 +80,5 @@ def flat(value: Any) -> tuple[list[torch.Tensor], Any]:
 
 
 def layout(value: Any) -> Any:
-    """Equal for what differs only in the values of tensors, and in numbers of such."""
+    """A key that is equal for values that differ only in the values of tensors and of numbers of tensors."""
     return layout_of(*flat(value))

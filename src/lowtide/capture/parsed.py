@@ -1,9 +1,8 @@
-"""Functions of PyTorch's that refuse what stands for a number before any mode is told of the call: their parsers take whole
-numbers alone.
+"""PyTorch functions whose parsers accept only whole numbers, and refuse stand-ins before any mode sees the call.
 
-``roll`` takes a number that changes from call to call as others do, where that does not decide how its results are laid out:
-of what is in the order of channels last, eager's is so if it is not rolled by nothing at all. ``narrow`` and ``select`` index a
-tensor in other words.
+``roll`` takes a number that changes from call to call as other operators do, if the number does not decide the layout
+of the result. (For channels-last tensors it does: eager's result has that order unless it is rolled by zero.)
+``narrow`` and ``select`` are other ways to index a tensor.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from lowtide.capture.trace.patches import all_wrapped
 from lowtide.program.layouts import contiguous_strides
 from lowtide.program.references import map_leaves
 
-_CHANNELS_LAST = (4, 5)  # numbers of dimensions that may be in that order
+_CHANNELS_LAST = (4, 5)  # numbers of dimensions for which that order exists
 
 
 @contextlib.contextmanager
 def followed_by_functions(code: Code) -> Iterator[None]:
-    """Inside, functions of ``math`` and these take stand-ins, wherever the model's ``code`` has them from."""
+    """A context in which functions of ``math``, and the ones described above, take stand-ins, wherever the model's
+    ``code`` refers to them."""
     with followed_by_math(code), contextlib.ExitStack() as stack:
         for name, own in _OWN.items():
             functions = places_of([(torch, [name])], code[1])
@@ -40,7 +40,7 @@ def followed_by_functions(code: Code) -> Iterator[None]:
 
 def _taking(own: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        if not isinstance(function, BUILT_IN):  # the user's
+        if not isinstance(function, BUILT_IN):  # the user's own function
             return function
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def _taking(own: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[
 
 
 def _stands(one: Any) -> bool:
-    """Whether it is what stands for a number, or has one; or a traced tensor that is a place in another one."""
+    """Whether the value is or contains a stand-in, or is a traced tensor that is a position in another one."""
     if type(one) in (list, tuple):
         return any(type(each) is StandIn for each in one)
     return type(one) is StandIn or (isinstance(one, TRACED) and is_place(one))
@@ -63,7 +63,7 @@ def _roll(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     tensor = args[0] if args else kwargs["input"]
     if tensor.dim() in _CHANNELS_LAST and (
         tensor.requires_grad or not _is_in_order(tensor)
-    ):  # or its gradient may not be
+    ):  # the gradient may have that order too
         map_leaves((args, kwargs), StandIn, _refuse)
     with unknown():
         args, kwargs = map_leaves((args, kwargs), StandIn, lambda one: one.taken(()))

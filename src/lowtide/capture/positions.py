@@ -1,10 +1,10 @@
-"""Numbers that say where in a tensor something lies, while a model is traced with stand-ins for them: ``bank[n]``,
-``bank[n : n + 8]``.
+"""Numbers that are positions in a tensor (``bank[n]``, ``bank[n : n + 8]``), while a model is traced with stand-ins for
+them.
 
-A number that moves along a dimension leaves the program as it is, for as long as what it points at lies inside of the tensor
-and is as long as before. Both are asked of it, as what it is compared with is; where they are not so, it makes another program.
-Of a slice whose length it decides no program can be made, unless a single value is put into it: that goes where the elements
-of the slice are, among all along the dimension.
+The program does not depend on such a number as long as it points inside the tensor, and a slice keeps its length. Both
+become conditions on the number, like comparisons in the user's code; if they do not hold, the program is another one. A
+slice whose length depends on the number cannot be traced, unless a single value is written into it: then the value goes
+where the slice's elements are, selected among all elements along the dimension.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def stands_in(function: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether a call indexes a tensor by stand-ins."""
+    """Whether a call indexes a tensor with stand-ins."""
     return function in (_GET, _SET) and any(map(_ends, _items(args[1])))
 
 
 def with_positions(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], Sequence[Any]]:
-    """A call that indexes a tensor, with numbers in the place of stand-ins; any other one as it is."""
+    """A call that indexes a tensor, with numbers in place of stand-ins; other calls unchanged."""
     if function not in (_GET, _SET):
         return function, args
     tensor, index, *values = args
@@ -45,7 +45,8 @@ def with_positions(function: Callable[..., Any], args: Sequence[Any]) -> tuple[C
 def with_places(
     function: Callable[..., Any], args: Sequence[Any], read: Callable[[torch.Tensor], StandIn | None]
 ) -> Sequence[Any]:
-    """The arguments of a call, of one that indexes a tensor with what is ``read``, if it is, of tensors that are places."""
+    """The arguments of a call. If it indexes a tensor by tensors that are positions, ``read`` gives what stands for
+    these."""
     if function not in (_GET, _SET):
         return args
 
@@ -64,17 +65,17 @@ def with_places(
 
 
 def is_place(one: Any) -> bool:
-    """Whether it is a tensor of one whole number and no dimension."""
+    """Whether the value is a tensor of one whole number and without dimensions."""
     return is_whole(one) and one.dim() == 0
 
 
 def is_whole(one: Any) -> bool:
-    """Whether it is a tensor of one whole number: a slice may end there."""
+    """Whether the value is a tensor of one whole number; a slice may end there."""
     return isinstance(one, torch.Tensor) and one.numel() == 1 and one.dtype in _WHOLE
 
 
 def _ends(item: Any) -> list[StandIn]:
-    """The stand-ins in an item of an index: itself, or the bounds of a slice."""
+    """The stand-ins in an item of an index: the item itself, or the bounds of a slice."""
     return [one for one in ((item.start, item.stop) if isinstance(item, slice) else (item,)) if type(one) is StandIn]
 
 
@@ -90,7 +91,7 @@ def _items(index: Any) -> tuple[Any, ...]:
 
 
 def _sizes(tensor: torch.Tensor, items: Iterable[Any]) -> list[int]:
-    """Of the dimensions that the items of an index begin at."""
+    """The sizes of the dimensions at which the items of an index begin."""
     taken = [_dimensions(item) for item in items]
     rest = tensor.dim() - sum(taken)
     sizes, dimension = [], 0
@@ -101,14 +102,14 @@ def _sizes(tensor: torch.Tensor, items: Iterable[Any]) -> list[int]:
 
 
 def _dimensions(item: Any) -> int:
-    """How many an item of an index takes."""
+    """How many dimensions an item of an index takes."""
     if item is None or item is Ellipsis or type(item) is bool:
         return 0
     return item.dim() if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _is_loose(item: Any) -> bool:
-    """Whether it is a slice of another length for another number."""
+    """Whether the item is a slice whose length depends on the number."""
     ends = _ends(item)
     if not isinstance(item, slice) or not ends:
         return False
@@ -118,8 +119,8 @@ def _is_loose(item: Any) -> bool:
 
 
 def _elements(tensor: torch.Tensor, items: Sequence[Any], value: Any) -> tuple[torch.Tensor, ...]:
-    """Of what is to be put into loose slices of a tensor: where these are without bounds, which elements they have of that, and
-    the value."""
+    """For a value that is written into loose slices of a tensor: the index without their bounds, a mask of the slices'
+    elements, and the value."""
     first = next(one for item in items for one in _ends(item))
     single = type(value) in (bool, int, float, StandIn) or (
         isinstance(value, torch.Tensor) and value.dim() == 0 and not value.requires_grad
@@ -140,7 +141,7 @@ def _elements(tensor: torch.Tensor, items: Sequence[Any], value: Any) -> tuple[t
 
 
 def _among(item: slice, size: int, device: torch.device) -> torch.Tensor:
-    """Which places along a dimension of this size are in a slice."""
+    """A mask of the positions along a dimension of this size that are in a slice."""
     among, places = torch.ones(size, dtype=torch.bool, device=device), torch.arange(size, device=device)
     for end, compare in ((item.start, torch.ge), (item.stop, torch.lt)):
         if type(end) is StandIn:
@@ -153,7 +154,7 @@ def _among(item: slice, size: int, device: torch.device) -> torch.Tensor:
 
 
 def _placed(item: Any, size: int) -> Any:
-    """An item of an index, with the places that stand-ins in it take in a dimension of this size."""
+    """An item of an index with the positions that its stand-ins have in a dimension of this size."""
     if type(item) is StandIn:
         return _inside((item,), 1, size)[0]
     ends = _ends(item)
@@ -165,7 +166,8 @@ def _placed(item: Any, size: int) -> Any:
 
 
 def _without_sums(operations: Operations) -> Operations:
-    """What comes before the last ones that only add; of the last that is subtracted from a number, that it is."""
+    """The operations before the last ones that only add, and for the last of these whether it subtracts from a
+    number."""
     while operations and operations[-1].function in (operator.add, operator.sub) and type(operations[-1].other) is int:
         if operations[-1].reflected and operations[-1].function is operator.sub:
             return *operations[:-1], Operation(operator.neg)
@@ -174,7 +176,7 @@ def _without_sums(operations: Operations) -> Operations:
 
 
 def _inside(ends: Sequence[StandIn], length: int, size: int) -> list[int]:
-    """The places that ends of so many elements take, which have to lie inside of a dimension."""
+    """The positions of the ends of a slice of ``length`` elements, which must lie inside the dimension."""
     start = ends[0]
     if start.kind is not int or type(size) is not int or length < 1 or start.comparisons.number is None:
         raise start.misused()
@@ -187,7 +189,7 @@ def _inside(ends: Sequence[StandIn], length: int, size: int) -> list[int]:
 
 
 def _filled(tensor: torch.Tensor, value: Any) -> Any:
-    """What is put into a tensor, a tensor where a stand-in is."""
+    """The value that is written into a tensor, as a tensor if it is a stand-in."""
     if isinstance(value, torch.Tensor):
         return value
     number = value.taken(()) if type(value) is StandIn else value

@@ -1,4 +1,4 @@
-"""What cannot be captured, and the words for it."""
+"""What cannot be captured, and the error messages for it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from lowtide.program.distributed.sharded import GatheredForm, is_sharded
 from lowtide.program.layouts import memory_of
 from lowtide.program.source import is_user_file
 
-_MEANINGS = {  # what PyTorch says, in words that help
+_MEANINGS = {  # explanations of PyTorch's messages
     "data is not allocated yet": "an operator reads the values of a tensor, which there are none of yet (F.ctc_loss does where "
     "lengths are given as lists: pass tensors; recurrent layers do with packed sequences on a GPU, under autocast and with "
     "proj_size: pass padded ones)",
     "use_reentrant=True": NO_SAVED_TENSORS_HOOKS,
 }
-# What PyTorch says of writes into a tensor that is no argument of the program.
+# PyTorch's message for writes into a tensor that is not an input of the program.
 _WRITES = "mutating a non-functional tensor with a functional tensor"
 
 
 def check(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises ``CaptureError`` for what no trace is needed to refuse. ``tensors``: parameters, buffers and those of the call."""
+    """Raise ``CaptureError`` for what can be refused without a trace. ``tensors``: parameters, buffers and tensors of
+    the call."""
     devices = {tensor.device for tensor in tensors if tensor.dim() > 0 or tensor.device.type != "cpu"}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
@@ -93,7 +94,7 @@ def _refuse_context_parallel() -> None:
 
 
 def capture_error(error: Exception) -> CaptureError:
-    """An error of the trace in words that help, with the user's line."""
+    """An error of the trace with an explanation, and the user's line."""
     source = ""
     frame = error.__traceback__
     while frame is not None:
@@ -123,7 +124,8 @@ def capture_error(error: Exception) -> CaptureError:
 
 
 def refuse_spent(objects: Sequence[Any]) -> None:
-    """Raises ``CaptureError`` for what gives its contents once, among the arguments of a call: the capture would take them."""
+    """Raise ``CaptureError`` for arguments that give their contents only once (iterators): the capture would use them
+    up."""
     spent = next((one for one in objects if isinstance(one, (Iterator, queue.Queue, queue.SimpleQueue))), None)
     if spent is not None:
         raise CaptureError(
@@ -133,7 +135,7 @@ def refuse_spent(objects: Sequence[Any]) -> None:
 
 
 def written_inputs(program: Program, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
-    """Those of the flat inputs that the program writes into. Raises ``CaptureError`` where a constant shares their memory."""
+    """The flat inputs that the program writes into. Raises ``CaptureError`` if a constant shares their memory."""
     calls = zip(program.graph.ops, program.calls, strict=True)
     values = {op.inputs[0] for op, call in calls if call.target is targets.update}
     written = frozenset(place for place, value in enumerate(program.inputs) if value in values)
@@ -150,16 +152,19 @@ def written_inputs(program: Program, inputs: Sequence[torch.Tensor]) -> frozense
 
 
 def written_attributes(model: nn.Module, error: Exception) -> frozenset[AttributePath]:
-    """The attributes into whose tensors the forward pass writes."""
+    """The attributes whose tensors the forward pass writes into."""
     if isinstance(error, WriteError):
         return holding(model, error.tensor)
     if _WRITES in str(error):
-        return frozenset(place for place, value in of_modules(model) if tensors_in(value))  # of one of them, a part
+        return frozenset(
+            place for place, value in of_modules(model) if tensors_in(value)
+        )  # the written tensor may be part of one of them
     return frozenset()
 
 
 def refuse_objects(places: Sequence[AttributePath]) -> None:
-    """Raises ``CaptureError`` for attributes in which a call puts an object that it made, and which later calls may read."""
+    """Raise ``CaptureError`` for attributes in which a call leaves an object that it made, and which later calls may
+    read."""
     if places:
         raise CaptureError(
             f"the forward pass puts objects that it makes into attributes ({texts(places)}) which a later call may read, and "
@@ -169,7 +174,7 @@ def refuse_objects(places: Sequence[AttributePath]) -> None:
 
 
 def require_module(model: object, verb: str) -> None:
-    """Raises ``PlanError`` for what is not an ``nn.Module``."""
+    """Raise ``PlanError`` unless ``model`` is an ``nn.Module``."""
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise PlanError(f"{verb} takes a torch.nn.Module, not {given}.")

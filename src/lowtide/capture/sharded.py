@@ -1,8 +1,8 @@
 """Copies of modules that FSDP2 manages.
 
-``fully_shard`` gives a module a class that refuses to be copied, hooks around its forward pass, and its own bookkeeping in
-the module's dictionary. What is traced is the module below all that, whose parameters are plain tensors, with the casts that
-its policy of mixed precision makes.
+``fully_shard`` gives a module a class that refuses to be copied, hooks around its forward pass, and bookkeeping in the
+module's dictionary. The traced copy is the plain module below, with plain tensors as parameters, and with the casts of
+its mixed-precision policy.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def is_bookkeeping(attribute: Any) -> bool:
 
 
 def copy_module(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """``copy.deepcopy(model, memo)``; of sharded modules, copies of the plain modules that they were."""
+    """``copy.deepcopy(model, memo)``, but sharded modules become copies of the plain modules that they were."""
     sharded = [module for module in model.modules() if is_sharded(module)]
     for module in sharded:
         kind: Any = type(module)
         memo[id(module)] = object.__new__(kind.__mro__[kind._orig_cls_mro_index])
     for module in sharded:
         _fill(memo[id(module)], module, memo, is_root=module is model)
-    memo.setdefault(id(memo), []).extend(sharded)  # where ``copy.deepcopy`` keeps what it has copied
+    memo.setdefault(id(memo), []).extend(sharded)  # ``copy.deepcopy`` keeps copied originals there
     return copy.deepcopy(model, memo)
 
 
@@ -48,13 +48,13 @@ def _fill(clone: nn.Module, module: nn.Module, memo: dict[int, Any], is_root: bo
         if name in _HOOKS:
             value = OrderedDict((key, hook) for key, hook in value.items() if key not in theirs)
         clone.__dict__[name] = copy.deepcopy(value, memo)
-    if not is_root:  # around the root's, a planned call makes them
+    if not is_root:  # a planned call does this for the root
         _cast(clone, state_of(module))
 
 
 def _cast(clone: nn.Module, state: Any) -> None:
-    """Have a copy cast its arguments and results as FSDP2's policy says for the module, and gather the gradients of its
-    arguments where FSDP2 does, which settles in which order they are added to others."""
+    """Make a copy cast its arguments and results as FSDP2's policy for the module says, and collect the gradients of
+    its arguments where FSDP2 does, which determines the order in which they are added to others."""
     cast, results, units = state._cast_forward_inputs, state._cast_output_dtype, len(state._fsdp_param_groups)
 
     def arguments(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def _cast(clone: nn.Module, state: Any) -> None:
 
 
 def _passed(given: Any) -> Any:
-    """Arguments of which all that require gradients went through one node of the graph of autograd."""
+    """Arguments, of which all that require gradients have passed through one autograd node."""
     from torch.distributed.fsdp import _common_utils
 
     if hasattr(_common_utils, "collect_grad_tensors"):
