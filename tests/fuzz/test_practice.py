@@ -141,6 +141,11 @@ def _calling(module: nn.Module, *args: Any) -> Any:
     return result * 2 if isinstance(module, nn.Tanh) else result
 
 
+def _reading(module: Any, name: str) -> Any:
+    own = object.__getattribute__
+    return own(module, "_parameters")[name] * 2 if name == "weight" else own(module, name)
+
+
 @contextlib.contextmanager
 def _process_group(folder: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'group'}", rank=0, world_size=1)
@@ -197,6 +202,7 @@ AROUND: dict[str, tuple[Callable[..., Any], Any, Callable[[Path], contextlib.Abs
     "how those of a library's class are called": (part_of, _TANH, lambda _: _given(nn.Tanh, "__call__", _calling)),
     "how those of a library's class are called in the end": (part_of, _TANH, lambda _: _given(nn.Tanh, "_call_impl", _twice(nn.Module._call_impl))),
     "what those of a library's class are asked for": (part_of, having(part=lambda: nn.Linear(4, 4)), lambda _: _given(nn.Linear, "__getattr__", _twice(nn.Module.__getattr__))),
+    "how those of a library's class are read": (part_of, having(part=lambda: nn.Linear(4, 4)), lambda _: _given(nn.Linear, "__getattribute__", _reading)),
     "truth of those of a library's class": (lambda s, y, x: s.part(y) if s.part else y, _TANH, lambda _: _given(nn.Tanh, "__bool__", lambda self: False)),
     "how those of a class derived from a library's are called": (part_of, having(part=lambda: _OwnTanh()), lambda _: _given(nn.Tanh, "__call__", _calling)),
     "property of a library's class, of one derived from it": (part_of, having(part=lambda: _OwnLeaky(0.1)), lambda _: _given(nn.LeakyReLU, "negative_slope", property(lambda self: 0.9))),
