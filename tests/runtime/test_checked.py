@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import signal
 import threading
@@ -177,3 +178,29 @@ def test_terms_of_the_loss_that_are_left_in_attributes(reads: bool) -> None:
         for _ in range(3):
             loss = model(torch.randn(3, 4))
             (loss + sum(layer.term for layer in model.layers) + model.terms["sum"]).backward()
+
+
+class _Remembered:
+    @functools.cached_property
+    def scale(self) -> float:
+        return 2.0
+
+
+class _Remembering(nn.Module):
+    """Its first call keeps a value that it computes, and two in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.of, self.sizes = nn.Linear(4, 4), _Remembered(), list[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.sizes:
+            self.sizes[:] = x.shape
+        return (self.linear(x) * self.of.scale * self.sizes[0]).sum()
+
+
+def test_values_that_the_first_call_keeps() -> None:
+    model = _planned(_Remembering())
+    with lowtide.checked(every=1):
+        for _ in range(3):
+            model(torch.randn(3, 4)).backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -250,6 +250,11 @@ class Captured:
     def same_as(self, other: Captured, held: Collection[int]) -> bool:
         """Whether both stand for the same call; see ``Program.same_as``."""
         return self.contract.same_as(other.contract) and self.program.same_as(other.program, held)
+
+    def on(self, model: nn.Module) -> Captured:
+        """The same as far as it changes the ``model`` as it is: plain values are left out that are there already."""
+        settings = tuple(setting for setting in self.contract.settings if not setting.is_there(model))
+        return replace(self, contract=replace(self.contract, settings=settings))
 
 
 def _is_of_numbers(answer: Any) -> bool:

@@ -62,7 +62,7 @@ def check(capture: Callable[[], Captured], planned: Captured, model: nn.Module) 
     """Call ``capture`` for the call that is about to run as ``planned``, and compare. Raises ``ExecutionError`` if the
     two differ."""
     try:
-        now = capture()
+        now, planned = capture().on(model), planned.on(model)
     except CaptureError as error:
         raise ExecutionError(f"{type(model).__name__} was planned, but cannot be captured now: {error}") from error
     if _draws(now) == _draws(planned) and now.same_as(planned, {id(tensor) for tensor in held_tensors(model)}):

@@ -88,6 +88,11 @@ class ValueEffect(NamedTuple):
         """The same for two that do the same."""
         return self.place, self.change[0], _key_of(self.value, {*map(id, self.own)})
 
+    def is_there(self, model: nn.Module) -> bool:
+        """Whether the attribute is what it gets already."""
+        own = {*map(id, self.own)}
+        return bool(_key_of(value_at(model, self.place), own) == _key_of(self.value, own))
+
 
 @dataclass(frozen=True, slots=True)
 class Changes:
