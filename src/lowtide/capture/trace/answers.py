@@ -1,6 +1,6 @@
-"""What stands for functions of PyTorch's that read the memory of tensors, where a model runs on tensors that have none.
+"""Replacements for PyTorch functions that read the memory of tensors, for models that run on tensors without memory.
 
-A trace and a rehearsal both answer by these: tensors that are made of lists of others, arrays of NumPy's, packed sequences.
+Both traces and rehearsals use them: for tensors made from lists of other tensors, NumPy arrays, packed sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _TYPES: dict[type, torch.dtype | None] = {bool: torch.bool, int: torch.int64, fl
 
 
 class Answering(torch.overrides.TorchFunctionMode):
-    """Inside, a model that runs on fake tensors, and is not traced, gets what a trace would give it."""
+    """A mode in which a model that runs on fake tensors without being traced gets the results that a trace would
+    give."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -33,7 +34,7 @@ class Answering(torch.overrides.TorchFunctionMode):
 
 
 def answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives."""
+    """The result of a call."""
     if func in _INDEXING and type(args[1]) is tuple:
         args = (args[0], tuple(_place(one, args[0].device) for one in args[1]), *args[2:])
     made = _made_of(func, args, kwargs)
@@ -41,7 +42,7 @@ def answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def read_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The array, or the text, that a call makes of a tensor whose values are known. ``None`` for any other call."""
+    """The array or text that a call makes from a tensor with known values; ``None`` for other calls."""
     if func not in READING_ARRAYS and func not in READING_TEXTS:
         return None
     real = read_values(args[0])
@@ -52,8 +53,9 @@ def read_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _made_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """What ``torch.tensor([[a, 1], [b, 2]])``, which reads each of them as Python does, makes of traced tensors without
-    dimensions and numbers: without their history, on the CPU unless a device is named. ``None`` for any other call."""
+    """The result of a call like ``torch.tensor([[a, 1], [b, 2]])`` with traced tensors without dimensions, and numbers.
+    Eager reads each as a Python number, so the result has no history, and is on the CPU unless a device is named.
+    ``None`` for other calls."""
     of_one = func is torch.Tensor.new_tensor
     if (
         (not of_one and func not in (torch.tensor, torch.as_tensor))
@@ -74,7 +76,7 @@ def _made_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch
 
 
 def _place(index: Any, device: torch.device) -> Any:
-    """A list in an index as the tensor that PyTorch makes of it, where single tensors are in it that are traced."""
+    """A list in an index as the tensor that PyTorch makes from it, if it contains traced single-element tensors."""
     leaves = _leaves(index)
     if not leaves or not any(isinstance(one, TRACED) for one in leaves):
         return index
@@ -83,7 +85,8 @@ def _place(index: Any, device: torch.device) -> Any:
 
 
 def _leaves(value: Any) -> list[Any] | None:
-    """The tensors without dimensions and numbers in lists of lists of one length; ``None`` where there is anything else."""
+    """The tensors without dimensions, and the numbers, in nested lists of equal lengths; ``None`` if there is anything
+    else."""
     if type(value) not in (list, tuple):
         return None
     if not any(isinstance(one, (list, tuple)) for one in value):

@@ -1,12 +1,14 @@
-"""Values that a model checks in its forward pass: ``if not torch.isfinite(x).all()``, an ``assert``, the arguments of a loss.
+"""Values that a model checks in its forward pass: ``if not torch.isfinite(x).all()``, an ``assert``, the arguments of a
+loss.
 
-They come of floating-point numbers, so nobody knows them while the model is captured. But a check has an answer that it
-nearly always gets: ``all`` of something is true, and ``any`` of it is not; compared tensors of one shape are equal.
-A number that the model keeps in a buffer (that it has been initialized, say) is compared as it is now.
-That the least of some numbers is above a bound says so of all, and that it is below says so of any (``torch.istft``
-asks that of its windows). The program is captured as it goes then, with an operator that looks at the value in each
-call, and ends the forward pass where it is another one: before anything was written, so that the call may run by
-another program.
+They come from floating-point numbers, so their values are unknown during capture. But checks have an answer that they
+nearly always get: ``all`` is true, ``any`` is false, and compared tensors of one shape are equal. A number that the
+model keeps in a buffer (a flag that says "initialized", say) is compared with its present value. If the least of some
+numbers is above a bound, this is a statement about all of them, and if it is below, about any (``torch.istft`` asks
+that about its windows).
+
+The program is captured with the expected answer. An operator in it looks at the value in each call. If the answer is
+another one, it ends the forward pass before anything was written, so that the call can run by another program.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _EXPECTED = {
         (_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims, _ATEN.isnan.default, _ATEN.isinf.default), False
     ),
 }
-Answers = tuple[bool | None, ...]  # to the first questions of a call, and None where one is asked that nobody knows
+Answers = tuple[bool | None, ...]  # to the first checks of a call; None for an unknown one
 _LEAST = {_ATEN.min.default, _ATEN.amin.default}
 _MOST = {_ATEN.max.default, _ATEN.amax.default}
 _BELOW = {_ATEN.lt.Scalar, _ATEN.le.Scalar}
@@ -57,7 +59,7 @@ _LIBRARY.define("read(Tensor value, int number) -> Tensor")  # type: ignore[no-u
 torch.library.register_fake(
     f"{CHECKS}::read", lambda value, number: torch.empty((), dtype=value.dtype, device=value.device), lib=_LIBRARY
 )
-READ = torch.ops.lowtide_checks.read.default  # of a number, see ``capture.read_numbers``
+READ = torch.ops.lowtide_checks.read.default  # reads a number, see ``capture.read_numbers``
 torch.fx.node.has_side_effect(EXPECT)
 torch.fx.node.has_side_effect(READ)
 
@@ -71,11 +73,14 @@ COMPARISONS: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 class Expectations:
-    """The answers that values are expected to give, in the order in which they are asked in a run of the model. ``known`` are
-    the first ones, as they were in a call; without it values are not to be expected at all. ``None`` stands for one that may
-    be asked for after these: it is as that one after the first in the same line was that came after most of the same answers,
-    which in a loop over steps are those of the step before, or of the layer before. There is an end to these, so that no loop
-    that goes on for as long as something holds is traced for ever."""
+    """The expected answers to checks, in the order in which a run of the model asks.
+
+    ``known``: the first answers, as they were in an earlier call; ``None`` if no answers may be expected. An answer of
+    ``None`` in it stands for one that the earlier call did not get to. It is guessed from an earlier check in the same
+    line: the one before which the most previous answers were the same. In a loop over steps or layers, this is the
+    check of the step or layer before. The number of such guesses is limited, so that a loop that runs while something
+    holds is not traced for ever.
+    """
 
     def __init__(self, known: Sequence[bool | None] | None) -> None:
         self._known = known
@@ -83,11 +88,11 @@ class Expectations:
 
     def begin(self) -> None:
         self.answers: list[bool] = []
-        self._lines: list[str] = []  # in which they were asked for
+        self._lines: list[str] = []  # the source lines of the checks
         self._alike: list[int] = []  # before each of them, and the same as before the next one
 
     def next_answer(self, value: Any) -> bool | None:
-        """What a traced value that is asked for is; ``None`` where nobody can say."""
+        """The expected answer for a traced value; ``None`` if unknown."""
         usual = getattr(value, "_lowtide_expected", None)
         if usual is None or self._known is None or value.numel() != 1:
             return None
@@ -107,13 +112,13 @@ class Expectations:
 
 
 def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
-    """Note on the result of an operator what it usually is, if that is known."""
+    """Record on the result of an operator its usual value, if there is one."""
     if func in _LEAST or func in _MOST:
-        result._lowtide_least = func in _LEAST  # of numbers, or the most
+        result._lowtide_least = func in _LEAST  # whether it is the least or the greatest of some numbers
     if func in _SAME_NUMBERS and hasattr(args[0], "_lowtide_least"):
         result._lowtide_least = args[0]._lowtide_least
     if func is _ATEN.new_ones.default:
-        result._lowtide_ones = True  # PyTorch's own functions ask whether something is equal to that
+        result._lowtide_ones = True  # PyTorch's functions compare with such tensors
     if not isinstance(result, FakeTensor):
         return
     if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable and isinstance(args[0], torch.Tensor):
@@ -143,35 +148,36 @@ def note_expected(func: Any, args: Sequence[Any], result: Any) -> None:
 
 
 def note_flag(fake: Any, now: float) -> None:
-    """Note that this is a number of the model's, and which it is now."""
+    """Record that the tensor is a number of the model's, with the value ``now``."""
     fake._lowtide_now = now
 
 
 def flag_of(traced: Any) -> float | None:
-    """The number of the model's that this is, as it is now; ``None`` for anything else."""
+    """The present value of a number of the model's; ``None`` for other tensors."""
     return getattr(fake_of(traced), "_lowtide_now", None)
 
 
 def is_drawn(traced: Any) -> bool:
-    """Whether it is made of the elements of random numbers."""
+    """Whether the tensor is made of elements of random numbers."""
     return getattr(fake_of(traced), "_lowtide_drawn", False)
 
 
 def expect(traced: Any, answer: bool) -> None:
-    """Let a truth value of a traced program be this one as a rule, unless more is known of it."""
+    """Expect this truth value of a traced tensor, unless more is known about it."""
     fake = fake_of(traced)
     if not hasattr(fake, "_lowtide_expected"):
         fake._lowtide_expected = answer
 
 
 def is_uniform(func: Any, args: Sequence[Any], result: torch.Tensor) -> bool:
-    """Whether the result of an operator is uniform random numbers, none of them one."""
+    """Whether the result of an operator is uniform random numbers below one."""
     same = func in _SAME_NUMBERS and (result.dtype == args[0].dtype or result.dtype is torch.float64)
     return func is _ATEN.rand.default or (same and getattr(args[0], "_lowtide_uniform", False))
 
 
 def fold_uniform(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
-    """``rand() < p`` for p <= 0 and ``rand() > p`` for p >= 1 are False, and so on: layer drop with probability 0."""
+    """The constant result of a comparison such as ``rand() < p`` with p <= 0, or ``rand() > p`` with p >= 1: layers
+    dropped with probability 0."""
     if func not in _BELOW and func not in _ABOVE:
         return None
     if not getattr(args[0], "_lowtide_uniform", False) or not isinstance(args[1], (int, float)):
@@ -188,14 +194,14 @@ def fold_uniform(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
 
 
 def all_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """One of ``COMPARISONS`` by operators of which the last is a check."""
+    """Run one of ``COMPARISONS`` as operators, the last of which is a check."""
     if func is _ATEN.equal.default and args[0].shape != args[1].shape:
         return False
     return bool(_ATEN._local_scalar_dense.default(COMPARISONS[func](*args, **kwargs).all()))
 
 
 def as_expected(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Answers code that asks for a value by what it usually is, and has the program look at it."""
+    """Answer code that asks for a value with its expected value, and make the program look at it."""
     if func in COMPARISONS and any(isinstance(one, FunctionalTensor) for one in args[:2]):
         with mode:
             return all_of(func, args, kwargs)

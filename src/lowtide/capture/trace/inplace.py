@@ -1,9 +1,10 @@
-"""In-place operators on tensors that are laid out in another order (channels last, a transposed copy), or in rows apart.
+"""In-place operators on tensors with an uncommon layout (channels last, a transposed copy), or with gaps between rows.
 
-A captured program is functional, and the functional form of some operators returns a tensor in the common layout, where eager's
-in-place one keeps that of the tensor it writes to: what runs next would have another layout, and random numbers be drawn in
-another order. While tracing, such a call is replaced by one that keeps it. Of rows that are apart in memory (a gate of a
-GRU) the functional form makes rows that are not, and a function that takes some elements at a time would round otherwise.
+A captured program is functional. The functional form of some operators returns the common layout, while eager's
+in-place operator keeps the layout of the tensor that it writes: later operators would see another layout, and random
+numbers would be drawn in another order. So while tracing, such a call is replaced by one that keeps the layout. For
+rows with gaps in memory (a gate of a GRU) the functional form returns rows without gaps, and kernels that process
+several elements at once would round differently.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _COPIED_BACK = {
     _ATEN.tril_,
     _ATEN.triu_,
 }
-_EXACT = {  # however many elements a kernel takes at a time
+_EXACT = {  # the same bits however many elements a kernel processes at once
     _ATEN.abs_, _ATEN.add_, _ATEN.bernoulli_, _ATEN.clamp_, _ATEN.clamp_max_, _ATEN.clamp_min_, _ATEN.copy_, _ATEN.div_,
     _ATEN.fill_, _ATEN.masked_fill_, _ATEN.mul_, _ATEN.neg_, _ATEN.relu_, _ATEN.sqrt_, _ATEN.sub_, _ATEN.zero_,
 }  # fmt: skip
@@ -46,7 +47,7 @@ _CONCERNED = _COPIED_BACK | {_ATEN.masked_fill_, _ATEN.bernoulli_}
 
 
 def keeping_layouts(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs these operators under the functional ``mode``."""
+    """Run these operators under the functional ``mode`` so that they keep layouts."""
     packet = getattr(func, "overloadpacket", None)
     if packet is not None and _is_apart(func, args):
         return _in_rows(func, args, kwargs, mode)
@@ -63,8 +64,8 @@ def keeping_layouts(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _is_apart(func: Any, args: Sequence[Any]) -> bool:
-    """Whether eager's kernel is given rows that do not follow each other in memory, where those of the functional value do. So
-    it is with parts of ``unsafe_split`` that have been written into: they are no views to autograd."""
+    """Whether eager's kernel gets rows with gaps in memory where the functional value has none. This happens for parts
+    of ``unsafe_split`` that were written, which autograd does not treat as views."""
     if torch.Tag.pointwise not in func.tags or not func._schema.is_mutable or func.overloadpacket in _EXACT:
         return False
     tensor = args[0] if args else None
@@ -74,7 +75,8 @@ def _is_apart(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _in_rows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Any) -> Any:
-    """``func`` on rows with a gap behind each: an operator that takes several elements at a time takes the same ones."""
+    """Run ``func`` on rows with a gap behind each, so that kernels that process several elements at once group the same
+    ones."""
     written = args[0]
     strides = zip(written.stride(), layouts.contiguous_strides(written.shape), strict=True)
     dim = max((dim for dim, (own, dense) in enumerate(strides) if own != dense), default=0) + 1
@@ -93,13 +95,13 @@ def _functional(func: Any) -> Any:
 
 
 def _is_reordered(tensor: Any) -> bool:
-    """Whether it fills its memory, in another order than that of its dimensions."""
+    """Whether the tensor fills its memory, but not in the order of its dimensions."""
     reordered = isinstance(tensor, FunctionalTensor) and not tensor.is_contiguous()
     return reordered and layouts.is_dense(tensor.shape, tensor.stride())
 
 
 def _in_memory_order(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """``func``, which does the same to each element, on its tensors in the order in memory of the one that is written to."""
+    """Run an elementwise ``func`` on its tensors in the memory order of the one that is written."""
     written: Tensor = args[0]
     order = layouts.memory_order(written.shape, written.stride())
     others = [

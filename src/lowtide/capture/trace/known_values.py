@@ -1,7 +1,7 @@
-"""Real values of the tensors that derive only from constants and from integer or boolean inputs, while a call is traced.
+"""Real values of tensors that derive only from constants and from integer or boolean inputs, while a call is traced.
 
-A model makes masks as large as its activations, and asks few of them anything. So small values are at hand, and larger ones are
-computed where they are asked for, from how they were made. A call that is captured within a step takes little memory so.
+Models make masks as large as activations, but ask questions about few of them. So small values are kept, and larger
+ones are computed on demand from how they were made. This keeps a capture within a training step small.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lowtide.capture.trace.sizes import SYMBOLIC, hint
 
 _UNKNOWN: contextvars.ContextVar[bool] = contextvars.ContextVar("unknown", default=False)
 _SMALL_BYTES = 1 << 14
-_RECENT_BYTES = 1 << 20  # of larger ones that were asked for, together
+_RECENT_BYTES = 1 << 20  # total bytes of larger values that are kept after use
 
 
 @contextlib.contextmanager
 def unknown() -> Iterator[None]:
-    """Inside, nothing is known of what operators make: they take what is another one in every call."""
+    """A context in which results of operators count as unknown: they depend on something that differs in each call."""
     token = _UNKNOWN.set(True)
     try:
         yield
@@ -42,25 +42,25 @@ def is_unknown() -> bool:
 
 
 class KnownValues:
-    """``of`` a known tensor: its value in the call that is traced."""
+    """The values of known tensors in the call that is traced; see ``of``."""
 
     def __init__(self) -> None:
         self._small: dict[Provenance, Any] = {}
         self._recent: OrderedDict[Provenance, torch.Tensor] = OrderedDict()
 
     def give(self, known: Provenance, real: torch.Tensor) -> None:
-        """Of an input."""
+        """Set the value of an input."""
         self._small[known] = real
 
     def made(self, known: Provenance, fake: torch.Tensor) -> None:
-        """An operator has made ``fake``."""
+        """Note that an operator has made ``fake``."""
         if _bytes(fake) <= _SMALL_BYTES and all(map(self._is_at_hand, known.parents())):
             self.of(known)
 
     def of(self, known: Provenance) -> Any:
         if self._is_at_hand(known):
             return self._at_hand(known)
-        with contextlib.ExitStack() as stack:  # as within an operator, wherever it is asked for
+        with contextlib.ExitStack() as stack:  # in the same state as inside an operator, wherever it is asked
             for context in (no_dispatch, torch.no_grad, torch._C._DisableAutocast, torch._C.DisableTorchFunction):
                 stack.enter_context(context())
             real = self._computed(known)
@@ -92,13 +92,13 @@ class KnownValues:
                 self._recent.popitem(last=False)
 
     def _computed(self, known: Provenance) -> Any:
-        """From what is at hand. What comes between goes once all have read it."""
+        """Compute a value from those that are kept. Intermediate values are freed after their last use."""
         order, found = self._missing(known), dict[Provenance, Any]()
         reads = Counter(parent for one in order for parent in one.parents())
 
         def value_of(leaf: Any) -> Any:
             if not isinstance(leaf, Provenance):
-                # What a model on the meta device computes from constants alone is known too: on the CPU.
+                # Values that a model on the meta device computes from constants alone are known too: on the CPU.
                 return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else hint(leaf)
             return found[leaf] if leaf in found else self._at_hand(leaf)
 
@@ -111,7 +111,7 @@ class KnownValues:
         return found[known]
 
     def _missing(self, known: Provenance) -> list[Provenance]:
-        """What has to be computed for it, in order."""
+        """The values that must be computed for this one, in order."""
         order: dict[Provenance, None] = {}
         waiting = [known]
         while waiting:
@@ -132,15 +132,16 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def known_value(traced: torch.Tensor, constant: bool = False) -> torch.Tensor | None:
-    """The real value of a traced tensor that derives only from constants and integer inputs, or only from constants; else
-    ``None``."""
+    """The real value of a traced tensor that derives only from constants and integer inputs (``constant``: only from
+    constants); else ``None``."""
     fake = fake_of(traced)
     known = getattr(fake, "_lowtide_known", None)
     return None if known is None or (constant and not known.is_constant()) else fake.fake_mode.values.of(known)
 
 
 def read_values(traced: torch.Tensor) -> torch.Tensor | None:
-    """The real tensor, as Python code reads all of its values: a question. ``None`` where they are not known."""
+    """The real tensor for Python code that reads all values of a traced one, which is a question. ``None`` if they are
+    unknown."""
     if not isinstance(traced, (FakeTensor, FunctionalTensor)):
         return traced
     fake = fake_of(traced)

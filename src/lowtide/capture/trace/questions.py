@@ -1,6 +1,6 @@
-"""What a model asked about values while it was captured, and how to ask it again in another call.
+"""Questions that a model asked about values during capture, and how to ask them again in another call.
 
-A value is known by how it was computed: from integer inputs, from constants, and from sizes.
+A value is described by how it was computed from integer inputs, constants and sizes.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ class Provenance:
     depends_on_input: bool = False
 
     def positions(self) -> set[int]:
-        """Of the inputs that it was computed from."""
+        """The positions of the inputs that the value was computed from."""
         return {known.leaf for known in self._behind() if known.leaf is not None}
 
     def is_constant(self) -> bool:
-        """Whether neither inputs nor their sizes have a part in it."""
+        """Whether the value depends neither on inputs nor on their sizes."""
         return not self.positions() and not any(
             isinstance(leaf, SYMBOLIC) for known in self._behind() for leaf in _leaves(known)
         )
 
     def parents(self) -> list[Provenance]:
-        """What its operator reads, each as often as it does."""
+        """The values that its operator reads, each as often as it does."""
         return [leaf for leaf in _leaves(self) if isinstance(leaf, Provenance)]
 
     def computed(self, value_of: Callable[[Any], Any], among: tuple[type, ...] = ()) -> Any:
-        """By its operator, from ``value_of`` its parents and those of its arguments that are ``among`` these."""
+        """Compute the value by its operator, with ``value_of`` for its parents and for those of its arguments that are
+        ``among`` these."""
         args, kwargs = map_leaves((self.args, self.kwargs), (Provenance, *among), value_of)
         assert self.function is not None
         result = self.function(*args, **kwargs)
         return result if self.output is None else result[self.output]
 
     def _behind(self) -> Iterable[Provenance]:
-        """It, and all that it was computed from."""
+        """The value itself, and all values that it was computed from."""
         found: dict[int, Provenance] = {}
         waiting = [self]
         while waiting:
@@ -82,7 +83,7 @@ class Question:
         return bool(self.asked(inputs, memo) == self.answer)
 
     def asked(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
-        """The answer on ``inputs``."""
+        """The answer for ``inputs``."""
         with torch.no_grad():
             return _ask(self.ask, _evaluate(self.known, inputs, memo))
 

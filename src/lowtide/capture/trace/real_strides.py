@@ -1,11 +1,11 @@
 """The layouts that operators really return.
 
-Shapes and types of a captured program come from PyTorch's fake kernels. So do strides, and of some operators (batch
-normalisation, the backward of layer normalisation and of losses) a fake kernel returns other strides than the real one where
-an input is laid out in an uncommon way. Strides decide which kernels run next and whether a view exists. So an operator
-that is given such a tensor is run for real, once for all calls with the same layouts, and its fake results are given
-the strides that came out. Of views, too: a fake one may have another stride in a dimension of size 1, which decides what
-counts as channels last for the convolution behind it.
+Shapes and types of a captured program come from PyTorch's fake kernels, and so do strides. But for some operators
+(batch normalization, the backward of layer normalization and of losses) the fake kernel returns other strides than the
+real one if an input has an uncommon layout. Strides decide which kernels run next, and whether a view exists. So an
+operator with such an input is run for real, once for all calls with the same layouts, and its fake results get the real
+strides. This includes views: a fake view may have another stride in a dimension of size 1, which decides whether a
+convolution takes it for channels last.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from lowtide.capture.trace.sizes import hint, hints, in_symbols
 from lowtide.program import generators
 from lowtide.program.layouts import contiguous_strides
 
-# What they return is in order, as their fake kernels say.
+# Operators that return the common layout, as their fake kernels say.
 _PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
-_REFUSING = {torch.ops.aten.multinomial.default}  # zeros, as weights: on CUDA that ends the process
+_REFUSING = {torch.ops.aten.multinomial.default}  # weights of zero: on CUDA they abort the process
 _Strides = tuple[tuple[int, ...] | None, ...]
-_KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` where the operator does not run so
+_KNOWN: dict[Any, _Strides | None] = {}  # by operator and arguments; ``None`` if it fails on these
 
 
 def real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Strides | None:
-    """The strides of each tensor that ``func`` returns, ``None`` for what is no tensor; ``None`` where the fake ones hold."""
+    """The real strides of each tensor that ``func`` returns (``None`` for other results). ``None`` if the fake strides
+    are right."""
     if func in _PRODUCTS or func in _REFUSING or not (_computes(func) or _views(func)):
         return None
     tensors = list(tensors_among((*args, *kwargs.values())))
@@ -48,7 +49,7 @@ def real_strides(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 
 def with_strides(func: Any, result: Any, strides: _Strides, mode: Any) -> Any:
-    """What ``func`` returned, with tensors of these strides in place of those that have others."""
+    """The result of ``func``, with tensors of these strides in place of those with others."""
     made = list(_flat(result))
     for number, (tensor, stride) in enumerate(zip(made, strides, strict=True)):
         if stride is not None and hints(tensor.stride()) != stride:
@@ -64,7 +65,8 @@ def with_strides(func: Any, result: Any, strides: _Strides, mode: Any) -> Any:
 
 
 def _of_view(tensor: Tensor, strides: tuple[int, ...]) -> tuple[Any, ...]:
-    """``strides`` of a view in terms of its sizes: a dimension of size 1 has that of one outside of the next."""
+    """The ``strides`` of a view in terms of its sizes. A dimension of size 1 gets that of one outside the next
+    dimension."""
     found = [*tensor.stride()]
     for dim in reversed(range(len(found) - 1)):
         if hint(found[dim]) != strides[dim]:
@@ -73,7 +75,7 @@ def _of_view(tensor: Tensor, strides: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def tensors_among(arguments: Sequence[Any]) -> Iterator[Tensor]:
-    """Those of an operator: its tensors, and the items of its lists. Quicker than any walk over trees."""
+    """The tensors among an operator's arguments, and those in its lists. Faster than a walk over trees."""
     for one in arguments:
         if isinstance(one, Tensor):
             yield one
@@ -83,13 +85,13 @@ def tensors_among(arguments: Sequence[Any]) -> Iterator[Tensor]:
 
 @functools.cache
 def _computes(func: Any) -> bool:
-    """Whether the operator returns new memory, and nothing else happens."""
+    """Whether the operator returns new memory and does nothing else."""
     return _is_pure(func) and not any(returned.alias_info is not None for returned in func._schema.returns)
 
 
 @functools.cache
 def _views(func: Any) -> bool:
-    """Whether the operator returns a view, and nothing else happens."""
+    """Whether the operator returns a view and does nothing else."""
     return _is_pure(func) and len(func._schema.returns) == 1 and func._schema.returns[0].alias_info is not None
 
 
@@ -98,12 +100,14 @@ def _is_pure(func: Any) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Laid out in order, dimensions of size 1 included: they decide what counts as channels last."""
+    """Whether the tensor has the common layout, also in dimensions of size 1, which decide what counts as channels
+    last."""
     return tensor.stride() == contiguous_strides(tensor.shape)
 
 
 def _can_stand_in(tensor: Tensor) -> bool:
-    """Not bytes, which may be state that one operator keeps for another, and not on a device without memory."""
+    """Whether zeros may take the place of the tensor: not for bytes, which may be an operator's saved state, nor on a
+    device without memory."""
     return tensor.layout is torch.strided and tensor.dtype is not torch.uint8 and tensor.device.type != "meta"
 
 
@@ -126,7 +130,7 @@ def _tried(func: Any, leaves: Sequence[Any], structure: Any, device: torch.devic
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """No casts, and no random numbers are taken."""
+    """A context without casts that leaves random generators as they are."""
     if device.type == "meta":
         yield
     else:
@@ -135,7 +139,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def _stand_in(leaf: Any, device: torch.device) -> Any:
-    """Zeros, which are valid indices too."""
+    """Zeros, which are also valid indices."""
     if not isinstance(leaf, Tensor):
         return hint(leaf)
     device = device if device.type == "meta" else leaf.device

@@ -1,9 +1,9 @@
-"""Elements that a mask selects, and that go back to where it selects them: ``x[mask] += 1``, ``x[mask] = y[mask]``.
+"""Elements that a mask selects and that are written back to the same places: ``x[mask] += 1``, ``x[mask] = y[mask]``.
 
-How many there are is for the data to say, so no program has a tensor of them. But what is written then is
-``torch.where(mask, y, x)``, of tensors of known shapes, as long as nothing is done in between but what gives each element the
-same bits wherever it is. So a selection stands for all of the tensor until code does anything else with it, which is the error
-that it would have been at once.
+Their number depends on data, so no program can hold a tensor of them. But the write equals ``torch.where(mask, y, x)``,
+on tensors of known shapes, if the operations in between give each element the same bits wherever it is. So a selection
+stands for the whole tensor until code does anything else with it. Then it raises the error that the selection itself
+would have raised.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _WITH_NUMBERS = {"add", "sub", "mul"}
 
 
 class Selected(torch.Tensor):
-    """``whole[mask]``, of which nothing but that is known. ``version``: of ``whole``, and ``made``: how the mask came
-    about, since both may be written into; ``why``: the error that it is to do anything else with it."""
+    """``whole[mask]``, of which only that is known. ``version``: of ``whole``. ``made``: how the mask was computed.
+    Both may be written later. ``why``: the error for any other use."""
 
     whole: torch.Tensor
     mask: torch.Tensor
@@ -45,7 +45,8 @@ class Selected(torch.Tensor):
 
 
 def by_mask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call gives that selects elements, or is of such; ``NotImplemented`` for any other."""
+    """The result of a call that selects elements by a mask, or that computes with such a selection; ``NotImplemented``
+    for other calls."""
     if func == _GET and _is_unknown(*args):
         return _selected(args[0], args[1], _made(args[1]))
     found = next((one for one in (*args, *kwargs.values()) if isinstance(one, Selected)), None)
@@ -79,7 +80,7 @@ def _selected(whole: torch.Tensor, mask: torch.Tensor, made: Any) -> Selected:
 
 
 def _is_unknown(whole: Any, index: Any) -> bool:
-    """Whether that is a mask of which no values are known, for these elements."""
+    """Whether the index is a mask for these elements whose values are unknown."""
     masks = all(isinstance(one, FunctionalTensor) for one in (whole, index)) and index.dtype is torch.bool
     if not masks or hasattr(fake_of(index), "_lowtide_known"):
         return False
@@ -87,8 +88,8 @@ def _is_unknown(whole: Any, index: Any) -> bool:
 
 
 def _made(mask: torch.Tensor) -> Any:
-    """The same for masks of the same values: they are the same value of the program, or what one operator makes of the same
-    ones, as ``x[~mask] = y[~mask]`` has it."""
+    """A key that is equal for masks with the same values: the same value of the program, or the result of the same
+    operator on the same values, as in ``x[~mask] = y[~mask]``."""
     tracing = torch._C._get_dispatch_mode(_PROXY)
     try:
         ((node,), _) = nodes_of(tracing.tracer, [fake_of(mask)], {})
@@ -104,8 +105,8 @@ def _goes_to(one: Selected, target: Any, index: Any) -> bool:
 
 
 def _is_each_alone(name: str, args: Sequence[Any], found: Selected) -> bool:
-    """Whether that function makes of each element, and a number, what it makes of it elsewhere, with gradients of zero where
-    none arrive."""
+    """Whether the function computes each element from that element and numbers alone, with zero gradients where none
+    arrive."""
     kinds = [type(one) for one in args]
     if kinds == [Selected]:
         return name in _ALONE

@@ -1,8 +1,9 @@
-"""Writes while a model is traced: those into the user's own tensors are refused, and ``tensor.data = value`` is made one.
+"""Writes while a model is traced. Those into the user's own tensors are refused, and ``tensor.data = value`` is made a
+write.
 
-Parameters may be written into where autograd does not look: under ``torch.no_grad()``, or through ``.data``, as by
-``nn.Embedding(max_norm=...)``, or weights that are clipped or normalized at the start of ``forward``. They stay leaves, and
-operators compute their gradients with what was written last.
+Parameters may be written where autograd does not look: under ``torch.no_grad()``, or through ``.data``, as
+``nn.Embedding(max_norm=...)`` does, or code that clips or normalizes weights at the start of ``forward``. They stay
+leaves, and operators compute their gradients with the values that were written last.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lowtide.objects.keys import tensor_key
 from lowtide.program.distributed.local import local_of
 from lowtide.program.layouts import memory_of
 
-UNSEEN = "unseen"  # in the ``meta`` of what is written without a new version
+UNSEEN = "unseen"  # a key of ``meta``: written without a new version for autograd
 WRITTEN_HISTORY = (
     "the forward pass writes in place into an argument that has a history (F.relu_, clamp_, say), which a plan cannot follow. "
     "Write into a copy, outside the forward pass, or run it under lowtide.online."
@@ -32,12 +33,12 @@ WRITTEN_HISTORY = (
 _GRADIENT: Any = torch.Tensor.grad
 GET_GRADIENT = _GRADIENT.__get__
 _OF_GRADIENT = (GET_GRADIENT, _GRADIENT.__set__, _GRADIENT.__delete__)
-_OWN_USES = 2  # of the memory of a tensor: the tensor, and who asks
+_OWN_USES = 2  # references to a tensor's memory: the tensor's own, and the caller's
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class WriteError(Exception):
-    """The forward pass writes into ``tensor``, which is a real one."""
+    """Raised if the forward pass writes into ``tensor``, a real one."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(f"a write into a tensor of shape {tuple(tensor.shape)}")
@@ -45,7 +46,7 @@ class WriteError(Exception):
 
 
 class RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, nothing is written into real tensors: they are the user's."""
+    """A mode in which real tensors, which are the user's, are not written."""
 
     supports_higher_order_operators = True
 
@@ -61,15 +62,15 @@ class RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class AssignedData:
-    """Follows ``tensor.data = value`` for those of ``state``: the values are written into the memory that the tensor has, as
-    MoCo's encoder is averaged. Raises ``CaptureError`` where that is not the same."""
+    """Follows ``tensor.data = value`` for tensors of ``state`` (MoCo's averaged encoder, say). The values are written
+    into the memory that the tensor has. Raises ``CaptureError`` if that is not equivalent."""
 
     def __init__(self, state: Sequence[torch.Tensor]) -> None:
         self.state = state
         self._values: list[torch.Tensor] = []
 
     def takes(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether a call is such an assignment, which is made then."""
+        """Whether a call is such an assignment. If so, it is performed."""
         name = getattr(func, "__name__", "")
         if self._values and args and name.endswith("_") and not name.endswith("__"):
             self._refuse(isinstance(args[0], torch.Tensor) and memory_of(args[0]) in map(memory_of, self._values))
@@ -78,7 +79,7 @@ class AssignedData:
         tensor, value = args
         alike = isinstance(value, FunctionalTensor) and tensor_key(tensor.detach()) == tensor_key(value.detach())
         self._refuse(not alike or memory_of(value) in map(memory_of, self.state))
-        # Views that keep the former memory in eager, and others of the value.
+        # In eager, views keep the former memory, and the value may have views of its own.
         self._refuse(any(_uses(one) > _OWN_USES for one in (tensor, value)))
         self._values.append(value)
         with torch.no_grad():
@@ -95,12 +96,12 @@ class AssignedData:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """How many hold its memory, who asks among them."""
+    """How many references hold the tensor's memory, the caller's included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def refuse_gradients(func: Any, args: Sequence[Any], given: Sequence[torch.Tensor]) -> None:
-    """Raises ``CaptureError`` for a call that reads or sets the gradient of one of the tensors ``given``."""
+    """Raise ``CaptureError`` for a call that reads or sets the gradient of one of the tensors ``given``."""
     if func in _OF_GRADIENT and any(args[0] is tensor for tensor in given):
         raise CaptureError(
             "the forward pass reads or sets .grad of a parameter, a buffer or an argument, which no program can follow. Do "
@@ -109,7 +110,8 @@ def refuse_gradients(func: Any, args: Sequence[Any], given: Sequence[torch.Tenso
 
 
 def refuse_retained(func: Any, args: Sequence[Any], state: Sequence[torch.Tensor]) -> None:
-    """Raises ``CaptureError`` for ``retain_grad()`` of what may be no leaf: for parameters and buffers it does nothing."""
+    """Raise ``CaptureError`` for ``retain_grad()`` of a tensor that may not be a leaf; for parameters and buffers it
+    does nothing."""
     if func is torch.Tensor.retain_grad and not any(args[0] is tensor for tensor in state):
         raise CaptureError(
             "the forward pass calls retain_grad() on what it computes, or on an argument, whose gradient planned calls would "
@@ -118,8 +120,9 @@ def refuse_retained(func: Any, args: Sequence[Any], state: Sequence[torch.Tensor
 
 
 class GradientRequiredError(CaptureError):
-    """The forward pass has some of the tensors that it is given require a gradient, or none any more, before it reads them: it
-    is one program where they do so already when it begins. ``numbers``: which, of the model's and of those of the call."""
+    """Raised if the forward pass makes tensors that it is given require a gradient, or no longer require one, before it
+    reads them. It is one program if they do so when it begins. ``numbers``: which tensors, of the model and of the
+    call."""
 
     def __init__(self, numbers: Collection[int]) -> None:
         super().__init__(
@@ -130,7 +133,7 @@ class GradientRequiredError(CaptureError):
 
 
 def refuse_required(given: Sequence[torch.Tensor], before: Sequence[bool]) -> None:
-    """Raises ``CaptureError`` where tensors require a gradient otherwise than ``before``."""
+    """Raise ``CaptureError`` if tensors require a gradient otherwise than ``before``."""
     different = [tensor for tensor, one in zip(given, before, strict=True) if tensor.requires_grad != one]
     if any(not tensor.is_leaf for tensor in different):
         raise CaptureError(
@@ -145,13 +148,13 @@ def refuse_required(given: Sequence[torch.Tensor], before: Sequence[bool]) -> No
 
 
 def refuse_seen(given: torch.Tensor, history: Any) -> None:
-    """Raises ``CaptureError`` where autograd has seen the writes into a tensor, whose ``grad_fn`` was ``history``."""
+    """Raise ``CaptureError`` if autograd has seen the writes into a tensor, whose ``grad_fn`` was ``history``."""
     if given.grad_fn is not history:
         raise CaptureError(WRITTEN_HISTORY)
 
 
 def refuse_reshaped(given: torch.Tensor, before: torch.Tensor) -> None:
-    """Raises ``CaptureError`` where a functional tensor has another layout or memory than ``before``."""
+    """Raise ``CaptureError`` if a functional tensor has another layout or memory than ``before``."""
     if has_metadata_mutation(given, before, check_only_storage_mutation=False):
         raise CaptureError(
             "the forward pass gives an argument, a parameter or a buffer another shape or other memory in place (t_(), "
@@ -161,7 +164,7 @@ def refuse_reshaped(given: torch.Tensor, before: torch.Tensor) -> None:
 
 
 def refuse_shared(given: Sequence[torch.Tensor], written: Sequence[int]) -> None:
-    """Raises ``CaptureError`` where one of the tensors that are ``written`` into, by number, overlaps with another."""
+    """Raise ``CaptureError`` if one of the ``written`` tensors, given by number, overlaps with another."""
     sharing: dict[int, list[torch.Tensor]] = {}
     for each in given:
         sharing.setdefault(memory_of(each), []).append(each)
@@ -178,7 +181,8 @@ def refuse_shared(given: Sequence[torch.Tensor], written: Sequence[int]) -> None
 
 
 def refuse_late(given: Sequence[FunctionalTensor], before: Sequence[torch.Tensor]) -> None:
-    """Raises ``CaptureError`` where functional tensors no longer have the values that they had ``before`` the backward pass."""
+    """Raise ``CaptureError`` if functional tensors no longer have the values that they had ``before`` the backward
+    pass."""
     if any(one.from_functional() is not value for one, value in zip(given, before, strict=True)):
         raise CaptureError(
             "the model writes into a buffer or an argument in the backward pass. Write into it in the forward pass, or run it "
@@ -187,7 +191,7 @@ def refuse_late(given: Sequence[FunctionalTensor], before: Sequence[torch.Tensor
 
 
 def refuse_unregistered(module: fx.GraphModule) -> None:
-    """Raises ``WriteError`` for writes into tensors that are not among those that were given."""
+    """Raise ``WriteError`` for writes into tensors that are not inputs of the program."""
     for node in module.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             raise WriteError(node.all_input_nodes[0].meta["val"])
