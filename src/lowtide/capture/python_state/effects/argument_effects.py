@@ -1,8 +1,9 @@
-"""What a forward pass writes into dictionaries, lists and objects among its arguments, as code does that hands a batch on from
-module to module (``batch["features"] = self.encoder(batch["image"])``): planned calls write the same into those they are given.
+"""What a forward pass writes into dictionaries, lists and objects among its arguments, as code does that hands a batch
+from module to module (``batch["features"] = self.encoder(batch["image"])``). Planned calls write the same into their
+arguments.
 
-A trace is given copies of them. What it leaves there is taken out again, and becomes a result: plain values as well, where a
-rehearsed call (``capture.rehearsal``) that begins as the trace did comes to the same ones.
+A trace gets copies of the arguments. What it writes there is taken out again and becomes a result. Plain values do too,
+if a rehearsed call (``capture.rehearsal``) that begins like the trace writes the same.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ _TOLD = frozenset((int, float, complex, str, bytes))
 
 @dataclass(frozen=True, slots=True)
 class ArgumentWrite:
-    """Into the one of the arguments' ``holders`` with this number: a value under a ``key``, or as the name of an attribute;
-    ``None`` where it is a list, all of which is written. ``removed``: what was there is taken away."""
+    """A write into the ``holders`` object with this number: of a value under a ``key`` or an attribute name, or, if the
+    key is ``None``, of the whole content of a list. ``removed``: the key is removed instead."""
 
     number: int
     key: Any
     removed: bool = False
 
     def perform(self, holders: Sequence[Any], value: Any) -> None:
-        """Past what the holder's class makes of it: what that made of the value is known."""
+        """Write the value, bypassing the holder's class: the value is what the class has made of it."""
         holder = holders[self.number]
         if isinstance(holder, list):
             list.__setitem__(holder, slice(None), value)
@@ -64,12 +65,14 @@ class ArgumentWrite:
 
 
 def holders(arguments: Any, given: Any) -> list[Any]:
-    """The dictionaries, lists and objects that can be written in what was ``given``, with ``arguments`` as its structure."""
+    """The dictionaries, lists and objects in ``given`` that can be written. ``arguments``: the structure of
+    ``given``."""
     return [*_holders(arguments, given)]
 
 
 def are_distinct(given: Sequence[Any]) -> bool:
-    """Whether none of these is there twice: what is written into one of a trace's copies would not be in the other."""
+    """Whether none of these occurs twice. A trace has separate copies of it then, and a write into one would not be
+    seen in the other."""
     return len({*map(id, given)}) == len(given)
 
 
@@ -80,7 +83,7 @@ def _holders(arguments: Any, given: Any) -> Iterator[Any]:
 
 
 def _inside(node: Any, given: Any) -> Iterator[Any]:
-    """All containers and objects in what was ``given`` that are taken apart."""
+    """All containers and objects in ``given`` that were taken apart."""
     if isinstance(node, structure.OpenObject):
         yield given
         for name, child in node.attributes.items():
@@ -95,15 +98,15 @@ def _inside(node: Any, given: Any) -> Iterator[Any]:
 
 
 class ArgumentWrites:
-    """Of one run, on copies of the arguments of this structure, where these are ``distinct``. ``made``: where it has written,
-    and ``values`` what; ``told``: see ``plain_values``."""
+    """The writes of one run into copies of its arguments, which have this structure and are ``distinct``. ``made``: the
+    writes. ``values``: what was written. ``told``: see ``plain_values``."""
 
     def __init__(self, arguments: Any, given: Any, distinct: bool) -> None:
         self._holders = holders(arguments, given) if distinct else []
         self._before = [_copy(one) for one in self._holders]
         objects = structure.objects(arguments)
         self._first = len(objects)
-        # That hold no tensors: what is written there is left for others to refuse, with all else.
+        # Kinds that hold no tensors. Writes into them are refused elsewhere.
         others = [own_attributes(one) for one in objects if is_open(one) or isinstance(one, types.SimpleNamespace)]
         self._others = [(own, dict(own)) for own in others if own is not None]
         known = [(one, _reader_of_rest(one)) for one in (*_inside(arguments, given), *objects)]
@@ -113,8 +116,9 @@ class ArgumentWrites:
         self.told: dict[Any, Any] = {}
 
     def take(self, model: nn.Module, result: Any) -> Any:
-        """The ``result`` of the run with slots for the holders, which are as before. Takes nothing where it cannot take all.
-        Raises ``CaptureError`` where nobody else would notice: slots, arrays, and attributes of containers."""
+        """The ``result`` of the run, with slots for the holders, which get their former content back. If not all writes
+        can be taken, none is. Raises ``CaptureError`` for writes that nothing else would notice: into slots, arrays,
+        and attributes of containers."""
         self._refuse_rest()
         found = [*self._found()]
         if not found or not all(_is_as_before(*one) for one in self._others):
@@ -133,7 +137,7 @@ class ArgumentWrites:
         return result
 
     def plain_values(self) -> dict[Any, Any]:
-        """Numbers and texts that the run has written, by where. What stands for a number is none."""
+        """Numbers and texts that the run has written, by place. Stand-ins for numbers do not count."""
         found = {}
         for write, value in self._found():
             for place, one in enumerate(value if write.key is None else (value,)):
@@ -143,7 +147,7 @@ class ArgumentWrites:
 
     def _refuse_rest(self) -> None:
         lost = [(one, before) for one, read, before in self._rest if not _are_same(before, read(one))]
-        for one, before in lost:  # some may be the caller's own
+        for one, before in lost:  # some may belong to the caller
             if isinstance(one, np.ndarray):
                 one[...] = before[_ARRAY]
             elif isinstance(one, bytearray):
@@ -171,8 +175,8 @@ class ArgumentWrites:
 
 
 def _reader_of_rest(one: Any) -> Callable[[Any], dict[str, Any]] | None:
-    """What reads of an argument all that is in no holder: values in slots, attributes beside the items of a container, bytes of
-    an array; unseen by observers."""
+    """A function that reads all of an argument that is in no holder: values in slots, attributes beside the items of a
+    container, bytes of an array. Observers do not see it read."""
     if isinstance(one, (np.ndarray, bytearray)):
         return lambda array: {_ARRAY: array.copy()}
     if isinstance(one, CONTAINERS):
@@ -189,7 +193,7 @@ def _are_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _moved(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> set[Any]:
-    """The keys from the first one on that is not where it was, as where an item is taken out and put in again."""
+    """The keys from the first one on whose place has changed, as after an item was removed and inserted again."""
     stayed = [key for key in before if key in now]
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], zip(stayed, now, strict=False)))
     return set() if same == len(stayed) else {*itertools.islice(now, same, None)}
@@ -212,7 +216,7 @@ def _put_back(holder: Any, before: Any) -> None:
 
 
 def _with_slots(value: Any, slots: Mapping[int, structure.ArgumentSlot]) -> Any:
-    """The same with slots instead of what is there by identity, in Python's own containers."""
+    """The value with slots in place of objects, by identity, in Python's own containers."""
     if id(value) in slots:
         return slots[id(value)]
     if type(value) in (tuple, list):

@@ -56,12 +56,13 @@ from lowtide.objects.walk import ABSENT, CONTAINERS, MUTABLE, PLAIN, is_open, it
 _LOG = logging.getLogger(__name__)
 
 
-# A verb and its object: to set an attribute to a value; or to refill, extend or update the container that is there.
+# A verb and its object: set an attribute to a value; or refill, extend or update the container in it.
 Change = tuple[str, Any]
 
 
 class TensorEffect(NamedTuple):
-    """An attribute that gets tensors. ``refilled``: a container that is emptied first; ``once``: in the first call alone."""
+    """An attribute that gets tensors. ``refilled``: it is a container that is emptied first. ``once``: only in the
+    first call."""
 
     place: AttributePath
     refilled: bool = False
@@ -69,7 +70,7 @@ class TensorEffect(NamedTuple):
 
 
 class ValueEffect(NamedTuple):
-    """An attribute that gets a plain value, or one of objects that there are, the user's ``own``."""
+    """An attribute that gets a plain value, or an existing object of the user's (``own``)."""
 
     place: AttributePath
     change: Change
@@ -80,23 +81,23 @@ class ValueEffect(NamedTuple):
         return self.change[1]
 
     def again(self) -> Change:
-        """With containers of its own."""
+        """The change, with new containers."""
         return copy.deepcopy(self.change, {id(one): one for one in self.own})
 
     @property
     def key(self) -> Any:
-        """The same for two that do the same."""
+        """A key that is equal for two effects that do the same."""
         return self.place, self.change[0], _key_of(self.value, {*map(id, self.own)})
 
     def is_there(self, model: nn.Module) -> bool:
-        """Whether the attribute is what it gets already."""
+        """Whether the attribute has the value already."""
         own = {*map(id, self.own)}
         return bool(_key_of(value_at(model, self.place), own) == _key_of(self.value, own))
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What differs from a snapshot: places with tensors in them now, and all others."""
+    """Differences from a snapshot: places that hold tensors now, and all others."""
 
     tensors: tuple[AttributePath, ...] = ()
     plain: tuple[AttributePath, ...] = ()
@@ -106,7 +107,7 @@ class Changes:
 
 
 def changes(model: nn.Module, before: Snapshot) -> Changes:
-    """Raises ``CaptureError`` where modules are others than they were."""
+    """What differs from the snapshot ``before``. Raises ``CaptureError`` if modules were replaced."""
     now = modules_of(model)
     replaced = [
         name or "itself" for name in {**before.modules, **now} if _is_other(before.modules.get(name), now.get(name))
@@ -136,9 +137,9 @@ def settings(
     assigned: Collection[AttributePath],
     own_of: Callable[[Any], Any],
 ) -> tuple[tuple[ValueEffect, ...], tuple[AttributePath, ...]]:
-    """What plain values a traced call wrote, by what it ``changed`` and what it ``assigned`` (also what was there before); and
-    the places with other values in them, made by the call, which are left as they were. ``own_of``: the user's own object that
-    one of the traced model is, or ``ABSENT``."""
+    """The plain values that a traced call wrote, from what it ``changed`` and what it ``assigned`` (including
+    assignments of the same value); and the places that got other values, made by the call, which planned calls leave
+    alone. ``own_of``: gives the user's object for an object of the traced model, or ``ABSENT``."""
     found = dict(attributes_of(model))
     places = [
         *changed.plain,
@@ -159,9 +160,9 @@ def settings(
 
 
 def _own_in(value: Any, own_of: Callable[[Any], Any], inside: bool = False) -> list[tuple[int, Any]] | None:
-    """What of a value, or of all that is ``inside`` of it, are the user's own objects: each with the id of what stands for it.
-    ``None`` where something in it is no plain value and was made by the call."""
-    if isinstance(value, types.BuiltinFunctionType):  # copies are not told apart of a method of what is copied
+    """The user's own objects in a value, or in all that is ``inside`` it, each with the id of its stand-in. ``None`` if
+    something in it is not plain and was made by the call."""
+    if isinstance(value, types.BuiltinFunctionType):  # a copied method cannot be told apart from the method of a copy
         return [] if isinstance(value.__self__, types.ModuleType | type | None) else None
     if isinstance(value, (*PLAIN, enum.Enum, type)):
         return []
@@ -189,7 +190,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def written(model: nn.Module, before: Snapshot, places: Sequence[TensorEffect]) -> list[Change]:
-    """How to bring the attributes from what they were to what they are."""
+    """The changes that bring the attributes from their former values to the present ones."""
     return [_written(value_at(model, effect.place), before, effect) for effect in places]
 
 
@@ -199,7 +200,7 @@ def _written(value: Any, before: Snapshot, effect: TensorEffect) -> Change:
     items = before.items_of(effect.place, value)
     if items is None:
         return "set", value
-    # Also what has been written into in place.
+    # Includes what was written in place.
     written = {id(one) for one in structure.items_in(value) if not before.contents.same(one, one)}
     if isinstance(value, dict):
         update = {k: v for k, v in value.items() if k not in items or items[k] is not v or id(v) in written}
@@ -212,7 +213,7 @@ def _written(value: Any, before: Snapshot, effect: TensorEffect) -> Change:
 
 
 def write(model: nn.Module, changes: Iterable[tuple[AttributePath, Change]]) -> None:
-    """Do to the attributes what the traced forward pass did."""
+    """Make the changes that the traced forward pass made."""
     for place, (verb, value) in changes:
         found = value_at(model, place)
         if verb == "set" or not isinstance(found, MUTABLE):
@@ -225,12 +226,13 @@ def write(model: nn.Module, changes: Iterable[tuple[AttributePath, Change]]) -> 
 
 
 class Before:
-    """What an attribute was. Tensors are not kept alive, so that it may be gone; nor is what is no plain value."""
+    """The former value of an attribute. It keeps alive neither tensors nor other objects that are not plain, so these
+    may be gone."""
 
     def __init__(self, place: AttributePath, value: Any) -> None:
         self.place = place
         self.container = value if isinstance(value, MUTABLE) else None
-        self.object = value if is_open(value) else None  # whose own attributes are remembered by themselves
+        self.object = value if is_open(value) else None  # its attributes are recorded separately
         tensors, self._structure = structure.flatten(copy.copy(value) if self.container is not None else value)
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._known = bool(tensors) or _is_constant(value)
@@ -244,7 +246,7 @@ class Before:
 
 @contextlib.contextmanager
 def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
-    """Inside, attributes are as they were, where that is known."""
+    """A context in which attributes have their former values, where these are known."""
     changes = []
     for item in before:
         found = value_at(model, item.place)
@@ -252,7 +254,7 @@ def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
             inside = found is not None and found is item.container
             now = ("refill", copy.copy(found)) if inside else ("set", found)
             changes.append((item.place, now, (now[0], item.value())))
-    changes.sort(key=lambda change: change[1][0] == "set")  # containers first, where they are
+    changes.sort(key=lambda change: change[1][0] == "set")  # containers first
     try:
         write(model, [(place, then) for place, _, then in changes])
         yield
@@ -261,7 +263,7 @@ def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
 
 
 def say_unknown(model: nn.Module, places: Sequence[AttributePath]) -> None:
-    """Log what is left as it was, but for the bookkeeping of PyTorch's own modules."""
+    """Log which attributes planned calls leave alone, except the bookkeeping of PyTorch's own modules."""
     theirs = [place for place in places if not type(model.get_submodule(place[0])).__module__.startswith("torch.")]
     if theirs:
         _LOG.warning(

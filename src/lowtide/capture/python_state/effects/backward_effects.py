@@ -1,7 +1,7 @@
-"""What code of the user's does in a backward pass: that of autograd functions, and hooks of tensors.
+"""What the user's code does in a backward pass: code of autograd functions, and hooks on tensors.
 
-It runs once, while the call is traced; a planned backward pass runs none of it. What it computes with tensors is in the
-program. Nothing else that it does would happen again, so there must be nothing else.
+It runs once, while the call is traced, and not in planned backward passes. What it computes with tensors is in the
+program. Anything else that it does would not happen again, so there must not be anything else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide.errors import CaptureError
 
 @dataclass(eq=False, repr=False)
 class BackwardEffectError(CaptureError):
-    """``changed``: the names of what a backward pass left in another state."""
+    """Raised if a backward pass has changed something. ``changed``: the names of what it changed."""
 
     _: KW_ONLY
     changed: frozenset[str]
@@ -29,9 +29,10 @@ class BackwardEffectError(CaptureError):
 
 @contextlib.contextmanager
 def none_of(model: nn.Module, reached: Reach) -> Iterator[None]:
-    """Raises ``BackwardEffectError`` where the backward pass inside draws from Python's or NumPy's generator, or changes
-    attributes of the model, an argument, or what its code can name (``reached``); or where another thread does so meanwhile,
-    which may not happen again. ``model`` is what was traced: its attributes are left as they are."""
+    """A context for a backward pass. Raises ``BackwardEffectError`` if the pass draws from Python's or NumPy's
+    generators, or changes attributes of the model, an argument, or anything that its code can name (``reached``).
+    Another thread may have done so meanwhile; then it may not happen again. ``model``: the traced model, whose
+    attributes are left as they are."""
     before, reach, start = snapshot(model), reached.as_now(), random_numbers.state()
     with random_numbers.noted() as drawn:
         yield

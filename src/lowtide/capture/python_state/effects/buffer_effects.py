@@ -1,4 +1,5 @@
-"""Buffers that a forward pass registers, or replaces by new tensors: results of the program, put in place after every call."""
+"""Buffers that a forward pass registers, or replaces by new tensors. They are results of the program, put in place
+after every call."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from lowtide.program.distributed.local import spec_of
 
 
 class MadeBuffer(NamedTuple):
-    """A buffer that gets the ``result`` of this number. ``made``: there was none before; ``declared``: but it was registered as
-    ``None``."""
+    """A buffer that gets the ``result`` with this number. ``made``: there was no such buffer before. ``declared``:
+    there was one, registered as ``None``."""
 
     result: int
     made: bool
@@ -28,9 +29,9 @@ class MadeBuffer(NamedTuple):
 def new_buffers(
     model: nn.Module, names: Sequence[Sequence[str]], tensors: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Buffers of ``model`` that are not the ``tensors`` which had these names before its forward pass.
+    """The buffers of ``model`` that are not the ``tensors`` that had these names before its forward pass.
 
-    Raises ``CaptureError`` where parameters are others, or where a buffer is gone.
+    Raises ``CaptureError`` if parameters were replaced, or a buffer is gone.
     """
     before = {name: tensor for places, tensor in zip(names, tensors, strict=True) for name in places}
     parameters = dict(nn.Module.named_parameters(model, remove_duplicate=False))
@@ -52,7 +53,7 @@ def new_buffers(
 
 
 def declared_buffers(model: nn.Module) -> frozenset[str]:
-    """Names of buffers that are registered as ``None``."""
+    """The names of buffers that are registered as ``None``."""
     return frozenset(
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules(remove_duplicate=False)
@@ -62,8 +63,8 @@ def declared_buffers(model: nn.Module) -> frozenset[str]:
 
 
 def with_states(results: list[torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The numbers of those ``buffers`` among the ``results`` that have a history, such as a state that the next call goes on
-    from: they are added where they are none."""
+    """The result numbers of those ``buffers`` that have a history (a state from which the next call continues, say).
+    They are added to ``results`` if they are not there."""
     states = {name: buffer for name, buffer in buffers.items() if buffer.requires_grad}
     known = set(map(id, results))
     results += {id(state): state for state in states.values() if id(state) not in known}.values()
@@ -74,7 +75,8 @@ def with_states(results: list[torch.Tensor], buffers: Mapping[str, torch.Tensor]
 def registered(
     model: nn.Module, results: Mapping[str, int], known: frozenset[str], declared: frozenset[str]
 ) -> dict[str, MadeBuffer]:
-    """How to put buffers in place, whose ``results`` have these numbers. ``known``: names that there were before."""
+    """How to put buffers in place. ``results``: their numbers among the results. ``known``: names that existed
+    before."""
     made = {}
     for name, result in results.items():
         module, leaf = _owner(model, name)
@@ -98,8 +100,8 @@ def put(model: nn.Module, places: Mapping[str, MadeBuffer], tensors: Sequence[to
 def as_given(
     model: nn.Module, places: Mapping[str, MadeBuffer], names: Sequence[Sequence[str]], tensors: Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Inside, buffers are the ``tensors`` that a call was given, which had these ``names``: neither those that it left by its
-    ``places``, nor those of later calls."""
+    """A context in which buffers are the ``tensors`` that a call was given under these ``names``, not those that it
+    left (at ``places``) or that later calls left."""
     given = {name: tensor for every, tensor in zip(names, tensors, strict=False) for name in every}
     held = [(path, module, dict(module._buffers)) for path, module in model.named_modules(remove_duplicate=False)]
     try:

@@ -1,6 +1,6 @@
-"""Tensors in plain attributes are constants of a program, unless they are followed.
+"""Tensors in plain attributes: constants of a program, unless they are followed.
 
-Then they are inputs, whatever they are at the time of a call, as long as their layout stays.
+Followed tensors are inputs. They may be other tensors in each call, as long as their layout stays the same.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lowtide.program.layouts import memory_of
 
 @dataclass(frozen=True, slots=True)
 class HeldInputs:
-    """Tensors in attributes that are the last flat inputs of a program. ``places[i]``: where the i-th is, attributes and the
-    number of the tensor among those in there. ``unread``: those that the program does not read."""
+    """Tensors in attributes that are the last flat inputs of a program. ``places[i]``: where the i-th tensor is:
+    attributes, and its number among the tensors in each. ``unread``: those that the program does not read."""
 
     places: tuple[tuple[tuple[AttributePath, int], ...], ...] = ()
     unread: frozenset[int] = frozenset()
@@ -38,8 +38,8 @@ class HeldInputs:
         return frozenset(place for everywhere in self.places for place, _ in everywhere)
 
     def behind(self, inputs: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor] | None:
-        """Flat inputs with the tensors of now behind them, empty ones instead of those that are not read; ``None`` where they
-        are not all there, or one is not the same in all its places."""
+        """The flat inputs followed by the present tensors, with empty ones for those that are not read. ``None`` if
+        some are missing, or differ between their places."""
         found: dict[AttributePath, list[torch.Tensor]] = {}
         result = list(inputs) if self.places else inputs
         for number, everywhere in enumerate(self.places):
@@ -74,7 +74,8 @@ def inputs_at(
 def followed_inputs(
     model: nn.Module, follow: frozenset[AttributePath] | HeldInputs, state: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], HeldInputs]:
-    """Those of ``inputs_at`` these attributes, or where another program had them; ``CaptureError`` where they are not there."""
+    """``inputs_at`` these attributes, or at the places in another program. Raises ``CaptureError`` if they are not
+    there."""
     if not isinstance(follow, HeldInputs):
         return inputs_at(model, follow, state)
     held = follow.behind([], model)
@@ -84,8 +85,8 @@ def followed_inputs(
 
 
 def held_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """All tensors in plain attributes and forward hooks, those in containers, objects, functions with arguments and modules
-    that are not registered included."""
+    """All tensors in plain attributes and forward hooks, including those in containers, objects, partial functions, and
+    modules that are not registered."""
     registered = set(map(id, model.modules()))
     hooks = [vars(module)[name] for module in model.modules() for name in FORWARD_HOOKS]
 
@@ -98,6 +99,6 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def holding(model: nn.Module, tensor: torch.Tensor) -> frozenset[AttributePath]:
-    """The attributes with this tensor in them, or one that shares its memory."""
+    """The attributes that contain this tensor, or one that shares its memory."""
     storage = memory_of(tensor)
     return frozenset(p for p, value in of_modules(model) if any(memory_of(t) == storage for t in tensors_in(value)))

@@ -1,11 +1,11 @@
 """Draws from the generators of Python and NumPy in a forward pass.
 
-No operator stands for such a draw: the program was made with the numbers that came. Most models only compare them with a
-threshold (layer drop), or hand them to operators. Then the comparisons are what the program depends on: a later call draws
-the same numbers as eager would, and where they compare as before the program is the same. An integer (how often a block is
-recycled) may be used for anything else: the program is the same where the next one is equal. With any numbers it is where they
-only choose what is checked: beartype draws which item of a container it looks at. Where a model computes with its draws (a
-mask made by NumPy), the program holds for the very state of the generators that it was captured with.
+No operator represents such a draw: the program was captured with the numbers that were drawn. Most models only compare
+them with a threshold (layer drop), or hand them to operators. Then the program depends on the comparisons only: a later
+call draws the numbers that eager would draw, and if they compare as before, the program is the same. An integer (how
+often a block is repeated) may be used for anything, so it must be equal. Numbers that only choose what is checked do
+not matter (beartype draws which item of a container it checks). If a model computes with its draws (a mask made by
+NumPy), the program holds only for the generator state of its capture.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lowtide.program.scalars import Taken
 
 _SEEDING = ((random, "seed"), (random, "setstate"), (np.random, "seed"), (np.random, "set_state"))
 _TORCH_STATE = ("manual_seed", "set_rng_state", "initial_seed")
-_CHOOSING = "__beartype_getrandbits"  # the default by which functions that check their arguments draw
+_CHOOSING = "__beartype_getrandbits"  # the default argument with which beartype's functions draw
 _SCALARS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (
         random,
@@ -48,11 +48,11 @@ _SCALARS: tuple[tuple[Any, tuple[str, ...]], ...] = (
 _INTEGERS: tuple[tuple[Any, tuple[str, ...]], ...] = ((random, ("randrange", "randint")), (np.random, ("randint",)))
 _CHOICES: tuple[tuple[Any, tuple[str, ...]], ...] = ((random, ("choice",)),)
 
-State = tuple[Any, ...]  # of Python's generator, and of NumPy's
+State = tuple[Any, ...]  # of Python's and NumPy's generators
 
 
 def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """What gets the state of a generator, and what sets it."""
+    """The functions that get and set the state of a generator."""
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if isinstance(generator, np.random.RandomState):
@@ -76,7 +76,7 @@ def same_state(one: State, other: State) -> bool:
 
 @contextlib.contextmanager
 def untouched(start: State | None = None) -> Iterator[None]:
-    """The generators are afterwards as before; inside, they begin as in ``start`` where that is given."""
+    """A context that leaves the generators as they were. Inside, they begin in the state ``start``, if given."""
     before = state()
     if start is not None:
         set_state(start)
@@ -88,7 +88,7 @@ def untouched(start: State | None = None) -> Iterator[None]:
 
 @dataclass(slots=True)
 class RandomNumber:
-    """One number: the function that drew it, and how it compared with others."""
+    """One drawn number: the function that drew it, and how it was compared with others."""
 
     function: Callable[..., float]
     args: tuple[Any, ...]
@@ -96,27 +96,27 @@ class RandomNumber:
     comparisons: Comparisons
 
     def again(self) -> bool:
-        """Draw anew; whether the number compares as it did."""
+        """Draw again. Returns whether the new number compares as the old one did."""
         return self.comparisons.hold(self.function(*self.args, **self.kwargs))
 
 
 @contextlib.contextmanager
 def none_by(model: nn.Module, named: Iterable[Any] = ()) -> Iterator[None]:
-    """Raises ``CaptureError`` where the forward pass inside draws from generators that the model holds or its code has
-    ``named``, or gives PyTorch's another state."""
+    """A context that raises ``CaptureError`` if the forward pass inside draws from generators that the model holds or
+    that its code has ``named``, or changes the state of PyTorch's."""
     found = {id(one): one for one in (*_generators(model), *named) if all(one is not other for other in GENERATORS)}
     before = [(get(), get, set_state) for get, set_state in map(_accessors, found.values())]
     with contextlib.ExitStack() as stack:
         asked: list[str] = []
         stack.enter_context(wrapped(torch, "seed", _refusing("seed")))
-        for owner in (torch, torch.random, *modules()):  # fork_rng ends in the second
+        for owner in (torch, torch.random, *modules()):  # ``fork_rng`` ends with the function in the second
             for name in filter(functools.partial(hasattr, owner), _TORCH_STATE):
                 stack.enter_context(wrapped(owner, name, _refusing(name)))
             stack.enter_context(wrapped(owner, "get_rng_state", functools.partial(_noted, asked)))
         stack.enter_context(wrapped(np.random, "default_rng", _seeded))
         try:
             yield
-        finally:  # a generator may be the user's own, which no copy of the model has
+        finally:  # the generator may be the user's own, not a copy
             drawn = [(was, set_state) for was, get, set_state in before if not same_state(was, get())]
             for was, set_state in drawn:
                 set_state(was)
@@ -130,7 +130,7 @@ def none_by(model: nn.Module, named: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def _generators(model: nn.Module) -> list[Any]:
-    """Those that modules hold, in whatever way."""
+    """The generators that modules hold, in whatever way."""
     held = [value for module in model.modules() for value in vars(module).values()]
     found = reachable(held, lambda value: not isinstance(value, (*OWN_GENERATORS, *CLOSED)) or inspect.ismethod(value))
     return [one for one in found if isinstance(one, OWN_GENERATORS)]
@@ -170,7 +170,8 @@ def _seeded(make: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class RandomNumbers:
-    """What one forward pass drew between two states; ``numbers`` are all of it, or ``None`` where it computes with some."""
+    """What one forward pass drew between two generator states. ``numbers``: all of it; ``None`` if the pass computes
+    with some of them."""
 
     start: State
     end: State
@@ -182,7 +183,7 @@ class RandomNumbers:
         return bool(self.numbers) and all(number.comparisons.kind is int for number in self.numbers or ())
 
     def hold(self) -> bool:
-        """Whether a forward pass that began now would draw what makes the same program."""
+        """Whether a forward pass that began now would draw numbers that lead to the same program."""
         if same_state(state(), self.start):
             return True
         if self.numbers is None:
@@ -191,12 +192,12 @@ class RandomNumbers:
             return all(number.again() for number in self.numbers)
 
     def values(self) -> list[Any]:
-        """The numbers that a forward pass which begins now draws."""
+        """The numbers that a forward pass would draw now."""
         with untouched():
             return [number.function(*number.args, **number.kwargs) for number in self.numbers or ()]
 
     def take(self) -> None:
-        """Leave the generators as the forward pass would."""
+        """Leave the generators in the state in which the forward pass would leave them."""
         if self.numbers is None:
             set_state(self.end)
         for number in self.numbers or ():
@@ -205,7 +206,8 @@ class RandomNumbers:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[str]]:
-    """Inside, the functions of Python's and NumPy's generators that this thread calls are noted: others may draw meanwhile."""
+    """A context that records which functions of Python's and NumPy's generators this thread calls. Other threads may
+    draw meanwhile."""
     called: list[str] = []
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,27 +228,28 @@ def noted() -> Iterator[list[str]]:
 
 
 def drawn_number(place: int) -> int:
-    """How ``Source`` tells the number at this place among all drawn ones; and, of that, the place."""
+    """The key by which ``Source`` identifies the drawn number at this place."""
     return -1 - place
 
 
 class RandomRecorder:
-    """Follows the draws of forward passes that all begin in the state ``start``, or in that of now. ``taken``: what operators
-    take of drawn numbers, by ``drawn_number``; of others than these where ``moved``; ``None`` where they may take none."""
+    """Follows the draws of forward passes that all begin in the state ``start``, by default the present one. ``taken``:
+    what operators take of drawn numbers, by ``drawn_number``; ``None`` if they may take none. ``moved``: operators
+    get other numbers instead."""
 
     def __init__(self, start: State | None = None) -> None:
         self.start = state() if start is None else start
         self.end = self.start
         self.numbers: list[RandomNumber] = []
-        self.seeded = False  # whether the forward pass gives a generator a state of its own
-        self.standing = {float, int}  # kinds of drawn numbers with which no more is done than is known
+        self.seeded = False  # whether the forward pass sets the state of a generator
+        self.standing = {float, int}  # kinds of drawn numbers for which stand-ins are used
         self.taken: list[Taken] | None = None
         self.moved = False
 
     @contextlib.contextmanager
     def __call__(self, code: Code, contents: dict[int, Content]) -> Iterator[None]:
-        """Around one forward pass of a model with this ``code``. ``contents``: of holders, to which those that change meanwhile
-        are added."""
+        """A context around one forward pass of a model with this ``code``. ``contents``: of holders; those that change
+        meanwhile are added."""
         self.numbers, self.seeded = [], False
         with untouched(self.start), contextlib.ExitStack() as stack:
             kinds, beside = code
@@ -267,8 +270,8 @@ class RandomRecorder:
                 number.comparisons.ended()
 
     def used_otherwise(self, failed: bool, or_unknown: bool = False) -> bool:
-        """Whether the forward pass is to be followed anew, with plain numbers; ``failed``: it raised an error,
-        ``or_unknown``: perhaps because of them."""
+        """Whether the forward pass must be traced again with plain numbers. ``failed``: it raised an error.
+        ``or_unknown``: the error may be due to the stand-ins."""
         every = [number.comparisons for number in self.numbers]
         misused = (one for one in every if or_unknown or one.used_otherwise or (one.kept and not failed))
         lost = self.standing & {one.kind for one in misused}
@@ -278,14 +281,14 @@ class RandomRecorder:
         return bool(lost)
 
     def _is_taken_in_part(self) -> bool:
-        """Whether operators take drawn numbers, of which later calls would not know all."""
+        """Whether operators take some drawn numbers while others are unknown to later calls."""
         numbers = (one.source.number for one in self.taken or ())
         taken = any(isinstance(number, int) and number < 0 for number in numbers)
         return taken and self.draws is not None and self.draws.numbers is None
 
     @property
     def draws(self) -> RandomNumbers | None:
-        """Of the last forward pass; ``None`` if there were none."""
+        """The draws of the last forward pass; ``None`` if there were none."""
         if same_state(self.start, self.end) and not self.seeded:
             return None
         with untouched(self.start):
@@ -312,7 +315,7 @@ class RandomRecorder:
         return recording
 
     def _comparisons(self, kind: type) -> Comparisons:
-        """Of the number that is drawn next."""
+        """The comparisons of the number that is drawn next."""
         if self.taken is None:
             return Comparisons(kind)
         return Comparisons(kind, number=drawn_number(len(self.numbers)), moved=self.moved, taken=self.taken)
@@ -326,7 +329,7 @@ class RandomRecorder:
 
 
 def _choosing(place: Callable[[int], int]) -> Callable[[Sequence[Any]], Any]:
-    """Python's choice, which draws a ``place`` in a sequence."""
+    """Python's ``choice``, which draws a ``place`` in a sequence."""
 
     def choice(seq: Sequence[Any]) -> Any:
         return seq[place(len(seq)) if len(seq) else 0]
@@ -335,7 +338,8 @@ def _choosing(place: Callable[[int], int]) -> Callable[[Sequence[Any]], Any]:
 
 
 def _of_checking_functions(kinds: set[type], variables: Iterable[Variable]) -> list[dict[str, Any]]:
-    """The defaults of functions that draw what they check: of the model's classes, and of all that is beside these."""
+    """The defaults of functions that draw what they check: of the model's classes, and of all functions beside
+    these."""
     beside = [value for _, _, value in variables]
     classes = kinds.union(value for value in beside if isinstance(value, type))
     functions = [*beside, *(function for kind in classes for function in functions_of(kind))]

@@ -1,4 +1,4 @@
-"""What a traced call returns beside tensors."""
+"""What a traced call returns besides tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowtide.objects.walk import CLOSED, closed_over, content, functions_in, is_
 
 
 def with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:
-    """The result with the model's own modules in objects instead of those of the traced copy."""
+    """The result with the model's own modules in place of those of the traced copy, in objects."""
     held = [one for one in structure.objects(result) if not isinstance(one, (nn.Module, structure.ArgumentSlot))]
     if any(isinstance(one, nn.Module) and id(one) in copies for one in reachable(held, is_open)):
         raise CaptureError(
@@ -40,7 +40,7 @@ def with_originals(result: Any, copies: Mapping[int, tuple[Any, Any]]) -> Any:
 
 
 def with_numbers(result: Any, numbers: Sequence[ComparedNumber]) -> Any:
-    """The result with what computes them in the place of those that follow from ``numbers`` that change."""
+    """The result in which values that follow from changing ``numbers`` are replaced by what computes them."""
     reads = {id(one.comparisons): one.read for one in numbers}
 
     def computed(leaf: Any) -> Any:

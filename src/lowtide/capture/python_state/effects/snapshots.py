@@ -1,4 +1,4 @@
-"""What the attributes of a model are, and what is in them, to be compared with or put back."""
+"""Snapshots of a model's attributes and their contents, to compare with or to restore."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lowtide.objects.walk import ABSENT, CONTAINERS, MUTABLE, content, fields, i
 
 
 class _Holder(NamedTuple):
-    """A module, an object or a container that attributes were found in, and what it held."""
+    """A module, object or container in which attributes were found, and what it held ``then``."""
 
     owner: Any
     then: list[Any]
@@ -35,7 +35,7 @@ class _Holder(NamedTuple):
 
 
 def _held(owner: Any) -> list[Any]:
-    """Names or keys, and what they stand for; not the ``forward`` that a plan stands in for."""
+    """The names or keys, and their values; without a planned ``forward``."""
     if isinstance(owner, nn.Module):
         own = vars(owner)
         own = own if "forward" not in own else {name: value for name, value in own.items() if name != "forward"}
@@ -43,7 +43,7 @@ def _held(owner: Any) -> list[Any]:
         own = owner
     elif isinstance(owner, CONTAINERS):
         return [*(content(owner) or ())]
-    elif isinstance(owner, HOLDING):  # which cannot be written
+    elif isinstance(owner, HOLDING):  # these are immutable
         return []
     else:
         own = fields(owner)
@@ -52,9 +52,9 @@ def _held(owner: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The attributes of all modules of a model, and what was in them. ``containers``: copies of those that can be written in
-    place; ``of_objects``: those of objects, by the object's id and their own names, since an object is met by one way alone.
-    ``holders``: where they were found."""
+    """The attributes of all modules of a model, and their contents. ``containers``: copies of mutable containers.
+    ``of_objects``: attributes of objects, by the object's id and their own names, since an object is found by one
+    path only. ``holders``: where the attributes were found."""
 
     attributes: dict[AttributePath, Any]
     contents: Contents
@@ -65,7 +65,7 @@ class Snapshot:
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing that can be written has been, so that another snapshot would be the same."""
+        """Whether nothing has been written since, so that a new snapshot would be the same."""
         return all(holder.is_as_then for holder in self.holders)
 
     @property
@@ -73,17 +73,17 @@ class Snapshot:
         return any(isinstance(one, torch.Tensor) for holder in self.holders for one in holder.then)
 
     def items_of(self, place: AttributePath, value: Any) -> Any:
-        """A copy of the container there, where it is this one; ``None`` otherwise."""
+        """A copy of the former content of the container at a place, if ``value`` is that container; else ``None``."""
         return self.containers.get(place) if self.attributes.get(place) is value else None
 
     def known(self, model: nn.Module, place: AttributePath) -> Any:
-        """What was there, by whatever way the model came to it; or that nothing was."""
+        """The former value at a place, by whichever path the model reached it; ``ABSENT`` if there was none."""
         if place in self.attributes or not is_within(place):
             return self.attributes.get(place, ABSENT)
         return self.of_objects.get(owned(model, place), ABSENT)
 
     def differs(self, model: nn.Module, place: AttributePath, value: Any) -> bool:
-        """Whether there is another value than this one was, or another one in it."""
+        """Whether there was another value, or the same one with another content."""
         known = self.known(model, place)
         return known is ABSENT or not self.contents.same(known, value)
 
@@ -93,7 +93,7 @@ def snapshot(model: nn.Module) -> Snapshot:
     entered += model.modules()
     every, contents = [*with_owners(model, entered)], Contents()
     found = {place: value for place, value, _ in every}
-    contents.keep(found.values(), entered=lambda one: not is_open(one))  # whose attributes are places of their own
+    contents.keep(found.values(), entered=lambda one: not is_open(one))  # attributes are places themselves
     containers = {place: copy.copy(value) for place, value in found.items() if isinstance(value, MUTABLE)}
     of_objects = {(id(owner), leaf(place)): value for place, value, owner in every if owner is not None}
     holders = [_Holder(owner, _held(owner)) for owner in entered]
@@ -101,7 +101,7 @@ def snapshot(model: nn.Module) -> Snapshot:
 
 
 def put_back(model: nn.Module, before: Snapshot) -> None:
-    """Let the attributes be what they were, and hold what they held."""
+    """Restore the attributes and their contents."""
     if before.is_current:
         return
     found = dict(attributes_of(model))
