@@ -1,4 +1,4 @@
-"""What code asks its process for, where no variable shows the answer: it is asked again before each planned call."""
+"""What code asks its process for, if no variable holds the answer. Guards ask again before each planned call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowtide.capture.python_state.code.installed import is_standard
 from lowtide.memory.collector import thresholds
 from lowtide.objects.walk import PLAIN, items
 
-# By the names under which a process is asked.
+# Questions by the names in code that ask them.
 _ENVIRONMENT = {"environ", "environb", "getenv", "expandvars", "expanduser", "home"}
 _ASKED: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("getcwd", "cwd", "abspath", "resolve"), os.getcwd),
@@ -43,17 +43,17 @@ _ASKED: dict[str, Callable[[], Any]] = {
     "initial_seed": lambda: str(torch.initial_seed()),
     "PRINT_OPTS": lambda: str(PRINT_OPTS),
 }
-# By the modules and names of functions whose names alone say nothing.
+# Questions by the modules and names of functions, for names that alone say nothing.
 _FUNCTIONS: dict[str, Callable[[], Any]] = dict.fromkeys(
     ("threading.active_count", "threading.activeCount", "threading.enumerate"), process.threads
 )
-_SEARCHING = {"find_spec", "import_module", "__import__"}  # look for modules in the folders of ``sys.path``
-_ASKING = re.compile(r"_?(get|is|are|has)")  # how functions are called that ask, and do nothing
-_MOVING = re.compile("count|stat|alloc|memory|load|object|frame")  # what is another one in every call
+_SEARCHING = {"find_spec", "import_module", "__import__"}  # these search the folders of ``sys.path``
+_ASKING = re.compile(r"_?(get|is|are|has)")  # names of functions that only ask
+_MOVING = re.compile("count|stat|alloc|memory|load|object|frame")  # answers that differ in every call
 
 
 class Named(NamedTuple):
-    """A variable by its ``owner``, a namespace, cell or function that has it under the ``name``; ``text`` for messages."""
+    """A variable: its ``owner`` (a namespace, cell or function), its ``name``, and a ``text`` for messages."""
 
     kind: str
     owner: Any
@@ -62,7 +62,7 @@ class Named(NamedTuple):
 
 
 def asked_under(names: Collection[str]) -> Iterator[Named]:
-    """What code asks for that has these names in it."""
+    """What code asks for that contains these names."""
     if not _ENVIRONMENT.isdisjoint(names):
         yield Named("item", vars(os.environ), "_data", "os.environ")
     if not _SEARCHING.isdisjoint(names):
@@ -75,7 +75,7 @@ def asked_under(names: Collection[str]) -> Iterator[Named]:
 
 
 def asked_by(function: Any) -> Iterator[Named]:
-    """What a library's function asks for, whatever name it was reached by, and the seed of a generator of PyTorch's."""
+    """What a library's function asks for, by whatever name it was reached, and the seed of a PyTorch generator."""
     if isinstance(function, torch.Generator):
         yield Named("answer", function.initial_seed, "", "the seed of a generator")
         return
@@ -92,7 +92,7 @@ def asked_by(function: Any) -> Iterator[Named]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def names_behind(function: Any) -> frozenset[str]:
-    """What a function of Python's own names, and those of its module that it calls."""
+    """The names in a function of Python's own, and in the functions of its module that it calls."""
     found, waiting = set[str](), [function]
     while waiting:
         one = waiting.pop()
@@ -109,7 +109,7 @@ def names_behind(function: Any) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _answer_of(function: Any) -> Callable[[], str] | None:
-    """The answer of a function of Python's own, of NumPy's or of PyTorch's that takes nothing and only asks, as a text."""
+    """The answer of a function of Python's, NumPy's or PyTorch's that takes no arguments and only asks, as a text."""
     name, module = function.__name__, str(function.__module__).partition(".")[0]
     asks = _ASKING.match(name) and not _MOVING.search(name)
     if not asks or not (module in sys.stdlib_module_names or module in ("numpy", "torch")):
@@ -121,7 +121,7 @@ def _answer_of(function: Any) -> Callable[[], str] | None:
 
 
 def _takes(function: Any) -> bool:
-    """Whether it takes anything, as far as it says that."""
+    """Whether the function takes arguments, if its signature is known."""
     try:
         return bool(inspect.signature(function).parameters)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which attributes of anything code names, and whether it comes to more by names that it computes."""
+"""Which attributes code names, on whatever object, and whether it reaches more by computed names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lowtide.capture.python_state.code.code_names import ATTRIBUTE, BY_COMPUTED_
 from lowtide.capture.python_state.code.installed import is_installed
 
 DESCRIBING = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})  # beside code
-_ANNOTATED = frozenset({"get_type_hints", "get_annotations"})  # functions of Python's own that ask in many ways
+_ANNOTATED = frozenset({"get_type_hints", "get_annotations"})  # Python's functions that read them in many ways
 _NO_LOADS = {"CACHE", "PRECALL", "PUSH_NULL", "NOP", "EXTENDED_ARG"}
 
 
 class AttributeNames(NamedTuple):
-    """``named`` by code, of anything, with the functions that it looks up; those among them that it has ``spelled`` out
-    (``getattr(x, "scale", 1)``). ``computed``: whether it comes to others by names that it computes, and ``elsewhere``: whether
-    also of something else than its ``self``, a module maybe."""
+    """The attributes that code names (``named``), including functions that it looks up. ``spelled``: those given as
+    strings (``getattr(x, "scale", 1)``). ``computed``: whether it reaches others by computed names. ``elsewhere``:
+    whether also on something other than ``self``, such as a module."""
 
     named: frozenset[str] = frozenset()
     spelled: frozenset[str] = frozenset()
@@ -30,8 +30,8 @@ class AttributeNames(NamedTuple):
 
 
 def attribute_names(function: types.FunctionType) -> AttributeNames:
-    """Those in the code of a function of the user's; of one of Python's own what it says of functions and classes
-    (``inspect.getdoc``)."""
+    """The names in the code of a user's function; for functions of Python's own, what they tell about functions and
+    classes (``inspect.getdoc``)."""
     if is_installed(function.__code__.co_filename):
         asked = {"__annotations__"} if function.__name__ in _ANNOTATED else set()
         return AttributeNames(frozenset(names_behind(function) & DESCRIBING | asked))
@@ -42,8 +42,8 @@ def attribute_names(function: types.FunctionType) -> AttributeNames:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _owners_of_computed(code: types.CodeType) -> frozenset[str]:
-    """The names of what code reads all attributes of, or asks by ``getattr`` for other names than constants; no name where it
-    is computed itself."""
+    """The names of variables whose attributes code reads all at once, or by ``getattr`` with a name that is not
+    constant; an empty name for computed objects."""
     found = set[str]()
     for part in codes(code):
         loads = [item for item in dis.get_instructions(part) if item.opname not in _NO_LOADS]
@@ -58,13 +58,14 @@ def _owners_of_computed(code: types.CodeType) -> frozenset[str]:
 
 
 def _name_of(loads: Sequence[dis.Instruction]) -> str:
-    """The variable that is loaded, and of which nothing is looked up."""
+    """The name of the variable that is loaded without looking up an attribute."""
     alone = bool(loads) and loads[-1].opname not in ATTRIBUTE
     return str(loads[0].argval) if alone else ""
 
 
 def _asks_for_computed(after: Sequence[dis.Instruction]) -> bool:
-    """Whether a call of ``getattr`` has something else than a constant for a name, by what follows where that is loaded."""
+    """Whether a call of ``getattr`` has a name that is not constant, judged by the instructions ``after`` it is
+    loaded."""
     after = [*itertools.dropwhile(lambda one: one.opname in ATTRIBUTE, after[1:])]
     called = [one.arg if one.opname == "CALL" else None for one in after[1:3]]
     return not after or after[0].opname != "LOAD_CONST" or (called[:1] != [2] and called[1:] != [3])

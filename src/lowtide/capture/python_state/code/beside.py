@@ -1,4 +1,4 @@
-"""What stands beside the classes of a model, in the modules that define them."""
+"""What is defined beside a model's classes, in their modules."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 from lowtide.capture.python_state.code.code_names import functions_of, is_trusted
 
-Variable = tuple[Any, str, Any]  # what has it as an attribute, its name, its value
+Variable = tuple[Any, str, Any]  # owner, name, and value
 Code = tuple[set[type], list[Variable]]  # see ``code_of``
 
 
 def code_of(model: nn.Module) -> Code:
-    """The classes of the model's modules, and all that is beside them, in the modules that define them."""
+    """The classes of the model's modules, and everything beside them in the modules that define them."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not is_trusted(kind)}
     files: list[Any] = [file for file in map(sys.modules.get, sorted({kind.__module__ for kind in kinds})) if file]
     known = {id(vars(file)) for file in files}
@@ -29,15 +29,15 @@ def code_of(model: nn.Module) -> Code:
 
 
 class _Namespace:
-    """Variables that code of a module has, which are those of none: in a process that ``multiprocessing`` spawns, the main
-    module has copies of what the script has made."""
+    """Variables of code whose namespace is no module's: in a process that ``multiprocessing`` spawns, the main module
+    has copies of what the script defined."""
 
     def __init__(self, variables: dict[str, Any]) -> None:
         self.__dict__ = variables
 
 
 def places_of(functions: Iterable[tuple[Any, Sequence[str]]], beside: Iterable[Variable]) -> list[tuple[Any, str]]:
-    """Where the functions are: in their modules, and in the variables that they were imported into."""
+    """Where the functions are found: in their modules, and in variables that they were imported into."""
     own = [(module, name) for module, names in functions for name in names]
     known = {id(getattr(*place)) for place in own}
     return own + [(file, name) for file, name, value in beside if id(value) in known and (file, name) not in own]

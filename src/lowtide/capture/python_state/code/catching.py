@@ -1,4 +1,4 @@
-"""Whether code goes on where what it calls fails."""
+"""Whether code continues after an error in what it calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.capture.python_state.code.code_names import GLOBAL, codes, is_trust
 
 
 def catches(functions: Iterable[types.FunctionType]) -> bool:
-    """Whether any of them, but for PyTorch's and Python's own, goes on after some error."""
+    """Whether any of these functions, except PyTorch's and Python's own, continues after some error."""
     return any(not is_trusted(function) and _catches(function.__code__) for function in functions)
 
 
@@ -25,7 +25,7 @@ def _catches(code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def catches_type_errors(code: types.CodeType) -> bool:
-    """Whether code goes on where a function says that it was given something of another type."""
+    """Whether code continues after a ``TypeError``."""
     parts = [[*dis.get_instructions(part)] for part in codes(code)]
     return _goes_on(code) or any(
         item.opname == "CHECK_EXC_MATCH" and any(map(_may_be_type_error, part[max(place - 8, 0) : place]))
@@ -35,7 +35,7 @@ def catches_type_errors(code: types.CodeType) -> bool:
 
 
 def _goes_on(code: types.CodeType) -> bool:
-    """Whatever the error is, or may be."""
+    """Whether code continues after some error, of whatever kind."""
     parts = [[*dis.get_instructions(part)] for part in codes(code)]
     return any("suppress" in part.co_names for part in codes(code)) or any(
         item.opname == "PUSH_EXC_INFO" and part[place + 1].opname == "POP_TOP"

@@ -1,7 +1,9 @@
-"""Python code that a model runs, and what it names outside of itself: global variables, those of functions around it, defaults.
+"""Python code that a model runs, and what it names outside itself: global variables, variables of enclosing functions,
+defaults.
 
-No attribute read shows these, so they are told from the code: every variable that it names in any branch; of a class or a
-module there, the attributes that code names anywhere. Libraries that are installed are taken to be constant.
+Reads of these cannot be observed as attribute reads, so they are found in the code: every variable that it names in any
+branch and, for classes and modules among these, the attributes that code names anywhere. Installed libraries are taken
+to be constant.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from lowtide.capture.trace.patches import stood_for
 from lowtide.objects.keys import is_looked_into
 from lowtide.objects.walk import CONTAINERS, cell_value, reachable
 
-_TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # whose code knows what it does
+_TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # trusted not to read what guards would miss
 GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
 LOADING = (*GLOBAL, *ATTRIBUTE, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
-_BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take names of attributes in strings
+_BY_STRING = {"getattr", "hasattr", "attrgetter", "methodcaller"}  # take attribute names as strings
 BY_COMPUTED_NAME = {"getattr", "vars", "__dict__", "getmembers"}  # reach any attribute of anything
 _COMPARING = frozenset({"IS_OP", "CONTAINS_OP", "COMPARE_OP"})
 _IMPORTING = {"import_module", "__import__"}  # functions that find a module under a name
 _OWN_NAMESPACE = {"globals", "eval", "exec"}  # reach any variable
 _ADDING = {"append", "appendleft", "extend", "add", "update"}  # methods of containers that return nothing
-# Methods that no code names where it calls them.
+# Methods that are called without being named.
 OPERATORS = frozenset(f"__{side}{name.strip('_')}__" for name in operator.__all__ for side in ("", "r", "i"))
-# Of the operators behind what is loaded: those that store it after arithmetic, or an item of it.
+# Instructions after a load that store the result of arithmetic, or an item.
 _COUNTING = re.compile(
     r"LOAD_(CONST|FAST|SMALL_INT) BINARY_OP ((SWAP |LOAD_FAST )?STORE_(?P<place>GLOBAL|NAME|DEREF|ATTR)) "
     r"|LOAD_(CONST|FAST|SMALL_INT) COPY COPY BINARY_(SUBSCR|OP) LOAD_(CONST|FAST|SMALL_INT) BINARY_OP SWAP SWAP STORE_SUBSCR "
@@ -45,8 +47,8 @@ _COUNTING = re.compile(
 
 
 class Names(NamedTuple):
-    """What code reads: global variables, attributes of anything, those among them that it asks for by ``spelled`` names, and
-    may find not to be there, and modules that it imports while it runs."""
+    """What code reads: global ``variables``, ``attributes`` of any object, those of them given as strings (``spelled``,
+    which may be missing), and modules that it imports at run time."""
 
     variables: frozenset[str]
     attributes: frozenset[str]
@@ -60,7 +62,7 @@ class Names(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 14)
 def names_in(code: types.CodeType) -> Names:
-    """In the code of a function and of those inside it."""
+    """The names in the code of a function and of functions inside it."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part)]
 
     def operands(*opnames: str) -> frozenset[str]:
@@ -75,7 +77,7 @@ def names_in(code: types.CodeType) -> Names:
 
 
 def codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function and of those inside it."""
+    """The code of a function and of functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -83,7 +85,7 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def named_by(value: Any) -> Iterator[tuple[str, Any]]:
-    """The values that a function can name, with the names of global ones, and of those in modules."""
+    """The values that a function can name, with the names of global variables and of variables in modules."""
     if isinstance(value, functools.partial):
         yield from (("", item) for item in (*value.args, *value.keywords.values(), value.func))
     elif isinstance(value, types.MethodType):
@@ -108,19 +110,19 @@ def named_by(value: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _any_names_in(code: types.CodeType) -> frozenset[str]:
-    """What the code of a function and of those inside it reads or writes, of whatever."""
+    """All names that the code of a function, and of functions inside it, reads or writes on any object."""
     return frozenset(name for part in codes(code) for name in part.co_names)
 
 
 def parts_of(member: Any) -> tuple[Any, ...]:
-    """What there is to run, or to write to, in an attribute of a class."""
+    """The functions, or objects that can be written, in an attribute of a class."""
     if isinstance(member, property):
         return (member.fget,)
     return (getattr(member, "__func__", member),)
 
 
 def is_trusted(value: Any) -> bool:
-    """Whether it is code, a hook say, of PyTorch's, of Python's or of this project's own."""
+    """Whether it is code of PyTorch, of Python, or of this project."""
     if isinstance(value, types.ModuleType):
         module = value.__name__
     else:
@@ -139,8 +141,8 @@ def full_name(value: Any) -> str:
 
 
 def variables_of(function: types.FunctionType) -> Iterator[Named]:
-    """The variables that a function reads when it runs, and its defaults. Of an installed one, only what it closes over,
-    for more than its ``id``, and asks for."""
+    """The variables that a function reads when it runs, and its defaults. For an installed function: only what it
+    closes over (unless it only takes the ``id``) and what it asks for."""
     where, installed = full_name(function), is_installed(function.__code__.co_filename)
     unread = {"__class__"} | (_only_identified(function.__code__) if installed else frozenset())
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -153,7 +155,7 @@ def variables_of(function: types.FunctionType) -> Iterator[Named]:
     variables = function.__globals__
     names = names_in(function.__code__)
     anything = variables.keys() if names.variables & _OWN_NAMESPACE else ()
-    for name in sorted(names.variables.union(anything)):  # one that is not there yet would hide a built-in
+    for name in sorted(names.variables.union(anything)):  # a global that is added later would hide a built-in
         yield Named("item", variables, name, f"{variables.get('__name__')}.{name}")
         if name not in variables:
             yield Named("item", vars(builtins), name, f"builtins.{name}")
@@ -172,7 +174,7 @@ def made_of(function: types.FunctionType) -> Iterator[Named]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _only_identified(code: types.CodeType) -> frozenset[str]:
-    """Variables around code of which it only takes the ``id``, as the key of a cache, say."""
+    """Variables of enclosing functions of which code only takes the ``id``, as a key of a cache, say."""
     parts = [[item for item in dis.get_instructions(part) if item.opname != "CACHE"] for part in codes(code)]
     loads = [
         (item.argval, before.opname in GLOBAL and before.argval == "id" and "CALL" in after.opname and after.arg == 1)
@@ -184,7 +186,8 @@ def _only_identified(code: types.CodeType) -> frozenset[str]:
 
 
 def value_in(copied: types.FunctionType, variable: Named, value: Any) -> Any:
-    """What a function, or a copy with cells of its own, has in a variable of which the function's own value is this one."""
+    """The value of a variable in a copy of the function with its own cells, if the function itself has ``value`` in
+    it."""
     if variable.kind == "cell":
         cells = dict(zip(copied.__code__.co_freevars, copied.__closure__ or (), strict=True))
         return cell_value(cells[variable.name]) if variable.name in cells else value
@@ -192,8 +195,8 @@ def value_in(copied: types.FunctionType, variable: Named, value: Any) -> Any:
 
 
 def _found_by_name(function: types.FunctionType) -> Iterable[str]:
-    """Modules that code may find under their names: those that it asks ``sys.modules`` for, which may not be there, and of the
-    user's those that it spells or, where it spells none, all."""
+    """Modules that code may find by name: those that it looks up in ``sys.modules``, which may be missing, and of the
+    user's modules those whose names it spells or, if it spells none, all."""
     names = names_in(function.__code__).all
     asks = {"sys", "modules"} <= names
     if not names & _IMPORTING and not asks:
@@ -205,8 +208,8 @@ def _found_by_name(function: types.FunctionType) -> Iterable[str]:
 
 
 def called_by(function: types.FunctionType) -> Iterator[Named]:
-    """Of the variables that a function of an installed library names: functions, and objects of the library's classes, as a
-    registry of functions is. All others are constants of the library."""
+    """Of the variables that an installed function names: functions, and objects of the library's own classes (a
+    registry of functions, say). All others are constants of the library."""
     variables = function.__globals__
     for name in sorted(names_in(function.__code__).variables & variables.keys()):
         value = variables[name]
@@ -215,8 +218,8 @@ def called_by(function: types.FunctionType) -> Iterator[Named]:
 
 
 def functional_of(function: types.FunctionType) -> Iterator[Named]:
-    """The functions of ``torch.nn.functional`` that a function names, one of PyTorch's layers say: others may be put in their
-    place."""
+    """The functions of ``torch.nn.functional`` that a function names (one of PyTorch's layers, say), since they may be
+    replaced."""
     if function.__globals__ is vars(functional) or function.__globals__.get("F") is functional:
         for name in sorted(names_in(function.__code__).all & vars(functional).keys()):
             value = stood_for(vars(functional)[name])
@@ -232,7 +235,7 @@ def _is_of_library(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def asks_for_types(code: types.CodeType) -> bool:
-    """Whether code asks by ``type`` for the class of anything but ``self``."""
+    """Whether code asks by ``type`` for the class of anything other than ``self``."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part)]
     places = [i for i, item in enumerate(instructions) if item.opname in GLOBAL and item.argval == "type"]
     return any(instructions[i + 1].argval != "self" or "CALL" not in instructions[i + 2].opname for i in places)
@@ -240,7 +243,7 @@ def asks_for_types(code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def reads_classes(code: types.CodeType) -> bool:
-    """Whether code reads ``__class__`` of anything but ``self``."""
+    """Whether code reads ``__class__`` of anything other than ``self``."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part) if item.opname != "CACHE"]
     pairs = itertools.pairwise(instructions)
     return any(item.opname in ATTRIBUTE and item.argval == "__class__" and of.argval != "self" for of, item in pairs)
@@ -248,31 +251,32 @@ def reads_classes(code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def compares(code: types.CodeType) -> frozenset[str]:
-    """How code compares what it comes to, constants excepted: whether two are one, are equal, or one is in the other."""
+    """How code compares values other than constants: by identity, by equality, or by membership."""
     instructions = [item for part in codes(code) for item in dis.get_instructions(part) if item.opname != "CACHE"]
     pairs = itertools.pairwise(instructions)
     return frozenset(item.opname for before, item in pairs if before.opname != "LOAD_CONST") & _COMPARING
 
 
 def given(arguments: Iterable[Any]) -> Iterator[Any]:
-    """What a call is given, and what is in its containers, partials and objects."""
+    """The arguments of a call, and what is in their containers, partials and objects."""
     return reachable(arguments, lambda one: isinstance(one, (*CONTAINERS, functools.partial)) or is_looked_into(one))
 
 
 def is_read(name: str, functions: Iterable[types.FunctionType], by_string: bool) -> bool:
-    """Whether functions do more with variables or attributes of this name than to count on or in them, or to add to them; also
-    where none names it, and where code may read it ``by_string``, or all of what there is."""
+    """Whether functions do more with variables or attributes of this name than count them up or add to them. True also
+    if none names it, and if code may read it ``by_string``, or reads everything."""
     return _uses_in(functions, name, by_string) != {False}
 
 
 def is_only_stored(name: str, functions: Sequence[types.FunctionType]) -> bool:
-    """Whether functions name it, and only to put something there, as far as names tell."""
+    """Whether functions name it only to store something there, as far as names show."""
     stored = any(name in _any_names_in(function.__code__) for function in functions)
     return stored and not _uses_in(functions, name, by_string=True)
 
 
 def _uses_in(functions: Iterable[types.FunctionType], name: str, by_string: bool) -> set[bool]:
-    """For each time that functions load what has this name, or may, whether it is for more than to write to it."""
+    """For each time that functions load something that has, or may have, this name: whether they do more than write to
+    it."""
     hidden = {*BY_COMPUTED_NAME, *_OWN_NAMESPACE} - (set() if by_string else {"getattr"})
     uses: set[bool] = set()
     for function in functions:
@@ -287,7 +291,7 @@ def _spells(function: types.FunctionType, name: str) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _uses(code: types.CodeType, name: str) -> frozenset[bool]:
-    """For each time that code loads what has this name, whether it is for more than to write to it."""
+    """For each time that code loads something with this name: whether it does more than write to it."""
     parts = [[item for item in dis.get_instructions(part) if item.opname != "CACHE"] for part in codes(code)]
     return frozenset(
         not _is_only_written(part[place + 1 :], name)
@@ -298,7 +302,7 @@ def _uses(code: types.CodeType, name: str) -> frozenset[bool]:
 
 
 def _is_only_written(after: Sequence[dis.Instruction], name: str) -> bool:
-    """Whether what has been loaded from this name goes back to it, or is there to be added to."""
+    """Whether what was loaded from this name is stored there again, or is only added to."""
     counting = _COUNTING.match("".join(f"{item.opname.removesuffix('_BORROW')} " for item in after[:10]))
     if counting is not None:
         count = counting.group().count(" ")
@@ -309,12 +313,12 @@ def _is_only_written(after: Sequence[dis.Instruction], name: str) -> bool:
     for item in after:
         depth += dis.stack_effect(item.opcode, item.arg, jump=False)
         if item.opcode in dis.hasjrel or item.opcode in dis.hasjabs or depth <= 0:
-            return depth == -2 and item.opname == "STORE_SUBSCR"  # under the key alone
+            return depth == -2 and item.opname == "STORE_SUBSCR"  # only stored under the key
     return False
 
 
 def functions_of(kind: type) -> Iterator[Any]:
-    """What there is to run in a class, its bases excepted."""
+    """The functions in a class, without those of its bases."""
     for member in [*vars(kind).values()]:
         for part in (*parts_of(member), getattr(member, "func", None)):
             if isinstance(part, (types.FunctionType, functools.partial)):
@@ -322,11 +326,11 @@ def functions_of(kind: type) -> Iterator[Any]:
 
 
 def is_third_party(kind: type) -> bool:
-    """Whether a class is of an installed library, PyTorch, Python and this project excepted."""
+    """Whether a class is of an installed library other than PyTorch, Python and this project."""
     return is_library(kind) and not is_trusted(kind)
 
 
 def is_code(value: Any) -> bool:
-    """Whether it is a function, a class or a module, and none of those that this project puts there while it traces."""
+    """Whether it is a function, class or module, and not one that this project puts there while it traces."""
     ours = str(getattr(value, "__module__", "")).startswith(_TRUSTED[0])
     return (callable(value) or isinstance(value, types.ModuleType)) and not ours

@@ -1,6 +1,6 @@
-"""What code of the user's reads in a backward pass. Eager runs it when that comes: another value then is another gradient.
+"""What the user's code reads in a backward pass. Eager runs such code then, so another value means another gradient.
 
-A planned backward pass runs no such code. What it names is known from the trace, in which it ran.
+A planned backward pass does not run this code. What it names is known from the trace, in which it ran.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from lowtide.capture.trace.patches import wrapped
 from lowtide.objects.walk import closed_over
 from lowtide.program.results import below
 
-_OTHERS = sys.stdlib_module_names | {"torch", "sympy", "lowtide"}  # what such code calls, and what traces it
-_FORMULAS = ("_setup_context_fn", "_backward_fn")  # attributes of what the autograd function of an operator refers to
+_OTHERS = sys.stdlib_module_names | {"torch", "sympy", "lowtide"}  # code that such code calls, and that traces it
+_FORMULAS = ("_setup_context_fn", "_backward_fn")  # attributes that lead from autograd functions to formulas
 
 
 @contextlib.contextmanager
 def named(names: set[str]) -> Iterator[None]:
-    """Inside a forward and a backward pass, adds to ``names`` those of variables and attributes that autograd functions name
-    in the latter, and hooks of tensors, and all that they call. Nothing where somebody has started a profiler."""
+    """A context for a forward and a backward pass. Adds to ``names`` the variables and attributes named by autograd
+    functions in the backward pass, by hooks on tensors, and by what these call. Does nothing under a profiler that
+    someone has started."""
 
     def called(frame: types.FrameType, event: str, _: Any) -> None:
         if event == "call" and str(frame.f_globals.get("__name__")).partition(".")[0] not in _OTHERS:
@@ -53,8 +54,8 @@ def named(names: set[str]) -> Iterator[None]:
 
 
 def formulas(results: Sequence[torch.Tensor]) -> Iterator[Named]:
-    """Formulas of gradients that operators were given by ``torch.library``, code of the user's that no code of the model names:
-    those that the backward pass of traced results comes to."""
+    """The gradient formulas of operators that got them by ``torch.library`` and that the backward pass of traced
+    results reaches. They are the user's code, but no code of the model names them."""
     functions: dict[Any, None] = {getattr(node, "_forward_cls", None): None for node in below(results)}
     for backward in (getattr(function, "backward", None) for function in functions):
         for owner in closed_over(backward) if isinstance(backward, types.FunctionType) else ():

@@ -1,4 +1,4 @@
-"""What Python code can ask its process, where no variable shows the answer: texts that are equal where all answers are."""
+"""What Python code can ask its process, if no variable holds the answer. The answers are texts that can be compared."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def backends() -> str:
 
 
 def ranks() -> str:
-    """Whether there are several processes, and which one this is."""
+    """Whether there are several processes, and the rank of this one."""
     there = dist.is_available() and dist.is_initialized()
     return str((dist.get_rank(), dist.get_world_size(), dist.get_backend()) if there else None)
 
 
 def autocast() -> str:
-    """Which devices operators are cast on, and to what."""
+    """On which devices autocast is enabled, and its types."""
     return str([(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES])
 
 
 def decimals() -> str:
-    """How decimal numbers are computed with, but not which flags that has raised."""
+    """The context of decimal arithmetic, without the flags that were raised."""
     context = decimal.getcontext()
     traps = [kind.__name__ for kind, raised in context.traps.items() if raised]
     return str((context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp, traps))
 
 
 def loggers() -> str:
-    """Of loggers to which that was told: from which level on they say something, and which handlers and filters they have."""
+    """For loggers whose settings were changed: their levels, handlers and filters."""
     manager, kind = logging.root.manager, logging.Logger
     told = [
         (one.name, one.level, one.disabled, one.propagate, [*map(id, one.handlers)], [*map(id, one.filters)])
@@ -58,7 +58,8 @@ def loggers() -> str:
 
 
 def errors() -> str:
-    """Which warnings are raised: of the filters, of which the first that fits decides, those up to the last that says so."""
+    """Which warnings are raised as errors. The first filter that matches decides, so filters count up to the last that
+    raises."""
     filters = [*warnings.filters]
     last = max((place for place, one in enumerate(filters) if one[0] == "error"), default=-1)
     return str(filters[: last + 1])
@@ -70,10 +71,10 @@ def thread() -> str:
 
 
 def threads() -> str:
-    """Which ones there are."""
+    """The threads that exist."""
     return str([(one.name, one.ident, one.daemon) for one in threading.enumerate()])
 
 
 def culture() -> str:
-    """How numbers and texts are written, and which hour of the day a time is."""
+    """How numbers and texts are written (the locale), and the time zone."""
     return str((locale.setlocale(locale.LC_ALL), time.tzname, time.timezone))
