@@ -1,8 +1,9 @@
-"""Which inputs the forward pass can write as soon as the new value is computed, so that nobody needs a copy of the first one.
+"""Which inputs the forward pass can write as soon as the new value is computed, so that no copy of the first value is
+needed.
 
-Nothing but the new value is computed from the first one, and the forward pass alone reads the new one: what reads either runs
-once, since a second time it would find another value. So what the backward pass needs of those operators has to be kept; where
-that is more than the copies would be, these are made.
+This is possible if only the new value is computed from the first one, and only the forward pass reads the new one.
+Operators that read either of them run once, since a second run would find another value. So what the backward pass
+needs of them must be kept. If that takes more memory than copies would, copies are made instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from lowtide.program.layouts import memory_of
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """``computed``: the new value of an input; ``readers``: what reads the input before and after, and must not run again."""
+    """``computed``: the new value of an input. ``readers``: operators that read the input before or after, and must not
+    run again."""
 
     computed: fx.Node
     readers: Sequence[fx.Node]
@@ -33,13 +35,13 @@ class Chain:
 def at_once(
     written: Mapping[fx.Node, fx.Node], nodes: Sequence[fx.Node], backward: Set[fx.Node], results: Sequence[fx.Node]
 ) -> dict[fx.Node, Chain]:
-    """Those of the inputs ``written``, with what they become, that are to be written at once. ``nodes``: the forward pass,
+    """The inputs of ``written`` (with their new values) that are to be written at once. ``nodes``: the forward pass,
     placeholders first."""
     if not written:
         return {}
     graph = _Forward(nodes, backward, results)
     chains = {given: chain for given, new in written.items() if (chain := graph.chain(given, new)) is not None}
-    groups: dict[frozenset[int], list[fx.Node]] = {}  # by what has to be kept
+    groups: dict[frozenset[int], list[fx.Node]] = {}  # by the storages that must be kept
     for given, chain in chains.items():
         groups.setdefault(graph.kept_after(chain.readers), []).append(given)
     found: dict[fx.Node, Chain] = {}
@@ -56,7 +58,7 @@ class _Forward:
         self.last_check = max(
             (place for node, place in self.place.items() if node.target in (EXPECT, READ)), default=-1
         )
-        self.sharing: dict[int, list[fx.Node]] = {}  # by storage
+        self.sharing: dict[int, list[fx.Node]] = {}  # nodes by storage
         self.bytes_of: dict[int, int] = {}
         for node in nodes:
             if (storage := storage_of(node)) is not None:
@@ -64,15 +66,13 @@ class _Forward:
                 self.bytes_of[storage] = _bytes_of(node)
 
     def chain(self, given: fx.Node, new: fx.Node) -> Chain | None:
-        """How the ``new`` value of an input comes about, if it can be written at once."""
+        """How the ``new`` value of an input is computed, if it can be written at once."""
         computed, storage, old = _root(new), storage_of(new), storage_of(given)
         if storage is None or old is None or meta_of(computed.meta["val"]) != meta_of(given.meta["val"]):
             return None
         before, after = self.sharing[old], self.sharing[storage]
         alone = sum(node.op == "placeholder" for node in before) == 1 and after[0] is computed
-        if (
-            not alone or self.place.get(computed, -1) <= self.last_check
-        ):  # a check that fails would have the call begin again
+        if not alone or self.place.get(computed, -1) <= self.last_check:  # a failing check makes the call begin again
             return None
         if any(node in self.results for node in after if node is not new) or self.results.count(new) != 1:
             return None
@@ -84,9 +84,9 @@ class _Forward:
         return Chain(computed, readers)
 
     def kept_after(self, readers: Sequence[fx.Node]) -> frozenset[int]:
-        """The storages that have to be kept for the backward pass if ``readers`` do not run again: the fewest bytes of what is
-        computed of their results that are there at one time, all of them having run, and are read later. The latest such time,
-        as it is that of more readers."""
+        """The storages that must be kept for the backward pass if ``readers`` do not run again. Of all times after all
+        of them have run, it is the one at which the live results that are read later take the fewest bytes; the
+        latest of these, which serves more readers."""
         first, last = dict[int, int](), dict[int, int]()
         pending, seen = list(readers), set(readers)
         while pending:
@@ -109,12 +109,12 @@ class _Forward:
         return frozenset(storage for storage, place in first.items() if place <= cut < last[storage])
 
     def _readers(self, sharing: Sequence[fx.Node]) -> list[fx.Node]:
-        """What reads the memory of a storage, views excepted."""
+        """The operators, other than views, that read the memory of a storage."""
         users = (user for node in sharing for user in node.users if user in self.place or user in self.backward)
         return [user for user in users if user not in sharing]
 
     def _leads_only_to(self, given: fx.Node, computed: fx.Node) -> bool:
-        """Whether nothing but ``computed`` is computed from the first value of an input."""
+        """Whether only ``computed`` is computed from the first value of an input."""
         pending, seen, way = [given], {given}, ancestors([computed])
         while pending:
             node = pending.pop()
@@ -129,13 +129,13 @@ class _Forward:
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """By which nodes are known that share their memory in a program."""
+    """A key that is equal for nodes that share memory in a program."""
     value = _root(node).meta.get("val")
     return memory_of(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """What a node stands for in a program."""
+    """The node that a node stands for in a program."""
     while node.target in ALIASES:
         node = node.args[0]  # type: ignore[assignment]
     return node

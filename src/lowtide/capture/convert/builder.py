@@ -1,4 +1,4 @@
-"""The growing columns of a program: ops, calls, values, layouts and storages."""
+"""The columns of a program while they grow: ops, calls, values, layouts and storages."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Builder:
         return self._append(name, self._storages[storage._cdata], producer, meta_of(fake))
 
     def add_fresh(self, name: str, producer: int, meta: TensorMeta, instead_of: torch.Tensor | None = None) -> int:
-        """A value in a new storage of its own, which later views of ``instead_of`` belong to."""
+        """Add a value in a new storage of its own. Later views of ``instead_of`` belong to that storage."""
         if instead_of is not None:
             self._storages[instead_of.untyped_storage()._cdata] = len(self.bases)
         self.bases.append(producer)
         return self._append(name, len(self.bases) - 1, producer, meta)
 
     def same_storage(self, fake: torch.Tensor, value: int) -> None:
-        """Let views of ``fake`` be views of the value."""
+        """Make views of ``fake`` views of the value."""
         storage = fake.untyped_storage()
         self._keep_alive.append(storage)
         self._storages[storage._cdata] = self.values[value].storage
@@ -57,7 +57,7 @@ class Builder:
 
     @property
     def next_op(self) -> int:
-        """The id of the op that is added next; its values are added before it."""
+        """The id of the next op. Its values are added before it."""
         return len(self.ops)
 
     def add_op(
@@ -71,7 +71,8 @@ class Builder:
         target: str = "",
         **flags: Any,
     ) -> None:
-        """``origin``: module path and source; ``target``: the operator's name, by default that of one of our own."""
+        """Add an op. ``origin``: module path and source. ``target``: the operator's name, if it is not one of our
+        own."""
         module, source = origin
         target = target or f"lowtide.{call.target.__name__}"
         op = Op(self.next_op, name, target, tuple(inputs), tuple(outputs), phase, module=module, source=source, **flags)
@@ -97,12 +98,12 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 
 def sparse_meta(tensor: torch.Tensor) -> TensorMeta:
-    """Of one that is held whole, and never freed."""
+    """The layout of a sparse tensor, which is held whole and never freed."""
     nbytes = sum(part.nbytes for part in dense_parts(tensor))
     entries = tensor._nnz(), tensor.is_coalesced()
     return TensorMeta(tuple(tensor.shape), (), tensor.dtype, tensor.device, 0, nbytes, entries)
 
 
 def owned(meta: TensorMeta) -> TensorMeta:
-    """The same layout at the start of a storage that holds just this tensor."""
+    """The same layout in a storage that holds only this tensor."""
     return replace(meta, storage_offset=0, storage_bytes=span_elements(meta.shape, meta.stride) * meta.dtype.itemsize)

@@ -52,7 +52,7 @@ from lowtide.capture.trace.recorder import added
 from lowtide.ir.graph import LOGITS_PIECE
 
 _LOG = logging.getLogger(__name__)
-_SAID: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models of which the log has said what stays whole
+_SAID: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose whole losses the log has reported
 _ATEN = torch.ops.aten
 _VIEW = _ATEN.view.default
 _MEAN, _ADD_UP = 1, 2  # reductions of nll_loss
@@ -60,13 +60,13 @@ _MOST_PIECES = 16
 
 
 def pieces_of(rows: int, classes: int, hidden: int) -> int:
-    """How many: so many that the logits of a piece are as large as all hidden states, at most 16."""
+    """The number of pieces: so many that the logits of a piece are as large as all hidden states, at most 16."""
     return max(1, min(_MOST_PIECES, math.ceil(classes / hidden), rows))
 
 
 def chunk_losses(model: nn.Module, module: fx.GraphModule, part: bool = False) -> None:
-    """Compute the losses in the joint graph of ``model`` in pieces, in place; where one stays whole, the log says once why.
-    ``part``: of a larger model, in which no loss is expected."""
+    """Compute the losses in the joint graph of ``model`` in pieces, in place. If one stays whole, the log says why,
+    once. ``part``: the model is a part of a larger one, so no loss is expected."""
     refused, seen = list[str](), set[fx.Node]()
     for node in list(module.graph.nodes):
         projection = projection_of(node) if node.target is LOG_SOFTMAX and node not in seen else None
@@ -90,7 +90,7 @@ def chunk_losses(model: nn.Module, module: fx.GraphModule, part: bool = False) -
 
 
 class _Writer:
-    """Writes the pieces of a region in the place of what they are pieces of."""
+    """Writes the pieces of a region in place of the region's nodes."""
 
     def __init__(self, region: Region) -> None:
         self.region, self.graph = region, region.graph
@@ -117,7 +117,7 @@ class _Writer:
                 self.graph.erase_node(node)
 
     def _late(self, ends: Sequence[fx.Node]) -> list[fx.Node]:
-        """What stands before the last of the ``ends`` and depends on one of them."""
+        """The nodes before the last of the ``ends`` that depend on one of them."""
         members, late = self.region.members(), dict.fromkeys(ends)
         node = ends[0]
         while node is not ends[-1]:
@@ -131,7 +131,7 @@ class _Writer:
         return [node for node in late if node not in members]
 
     def _write(self, ends: Sequence[fx.Node], late: Iterable[fx.Node]) -> None:
-        """The pieces of the ``ends`` of one pass, after the last of them, and ``late`` after these."""
+        """Write the pieces of the ``ends`` of one pass after the last of these, and move ``late`` nodes behind them."""
         anchor = ends[-1].next
         with self.graph.inserting_before(anchor):
             parts: dict[fx.Node, list[Any]] = {end: [] for end in ends}
@@ -179,7 +179,7 @@ class _Writer:
         return operand
 
     def _spread(self, node: fx.Node, number: int) -> fx.Node:
-        """A number for each row of a piece, for all classes."""
+        """One number for each row of a piece, repeated for all classes."""
         start, end = self.bounds[number]
         source = node.args[0]
         one = value_of(source).numel() == 1
@@ -187,7 +187,7 @@ class _Writer:
         return added(node, EXPAND, rows, [end - start, self.region.classes])
 
     def _rows_of(self, like: fx.Node, node: Any, number: int, *width: int) -> fx.Node:
-        """The piece of a tensor with a number for each row."""
+        """The piece of a tensor that has one number for each row."""
         if value_of(node).dim() != 1 + len(width):
             node = added(like, _ATEN.reshape.default, node, [self.region.rows, *width])
         return added(like, SLICE, node, 0, *self.bounds[number])
@@ -203,7 +203,7 @@ class _Writer:
         return self.known[region.hidden, number]
 
     def _sliced(self, hidden: fx.Node) -> fx.Node:
-        """The hidden states of the rows that are left behind slices of logits."""
+        """The hidden states of the rows that remain after slices of logits."""
         like, width = self.region.projection, value_of(hidden).shape[1]
         for one in self.region.slices:
             hidden = added(like, _VIEW, hidden, [*value_of(one.args[0]).shape[:-1], width])
@@ -212,7 +212,7 @@ class _Writer:
         return added(like, _VIEW, hidden, [self.region.rows, width])
 
     def _part(self, end: fx.Node, number: int, before: Sequence[Any]) -> Any:
-        """What a piece adds to an end; of a product that is a sum over rows, the sum up to here."""
+        """The contribution of a piece to an end; for a product that sums over rows, the sum so far."""
         region, target, args = self.region, cast(Any, end.target), cast(Any, end.args)
         if target is NLL:
             return self._loss(end, number)
@@ -271,7 +271,7 @@ class _Writer:
         return node if value_of(node).dtype == dtype else added(end, _ATEN._to_copy.default, node, dtype=dtype)
 
     def _joined(self, end: fx.Node, parts: Sequence[fx.Node]) -> fx.Node:
-        """The results for each row, one after the other, and nothing for rows that slices left out."""
+        """The results for each row, concatenated, with nothing for rows that slices left out."""
         whole = added(end, _ATEN.cat.default, list(parts))
         if end.target is MM:
             behind = self.region.wide[cast(fx.Node, end.args[0])]

@@ -51,21 +51,22 @@ _DROPPED = {"aten._assert_tensor_metadata.default"}
 
 @dataclass
 class Converted:
-    """What ``convert`` returns: the columns, and the meaning of the joint graph's inputs and outputs by position."""
+    """The result of ``convert``: the columns of a program, and the roles of the joint graph's inputs and outputs by
+    position."""
 
     builder: Builder
     forward_ops: int
     inputs: tuple[int, ...]
     constants: dict[int, torch.Tensor]
-    tangent_outputs: tuple[int, ...]  # the number of the output that each tangent op belongs to
+    tangent_outputs: tuple[int, ...]  # for each tangent op, the number of its output
     outputs: dict[Any, int]  # role -> value
     kept: dict[int, int]  # overwritten flat input -> value of its copy
-    sums: dict[Any, int]  # role of a gradient -> of how many terms it is the sum
+    sums: dict[Any, int]  # role of a gradient -> number of terms in its sum
 
 
 def convert(module: fx.GraphModule, given: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> Converted:
-    """Walk the joint graph of the flat inputs ``given`` once, forward operators, tangents, backward operators.
-    ``requires_grad``: which results have a gradient, whether it is expected or not."""
+    """Walk the joint graph of the flat inputs ``given`` once: forward operators, tangents, backward operators.
+    ``requires_grad``: which results have a gradient, whether or not one is expected."""
     return _Walk(module, given, requires_grad).run()
 
 
@@ -78,7 +79,7 @@ class _Walk:
         self.inputs: list[int] = []
         self.origin: dict[int, tuple[str, str]] = {}  # autograd sequence number -> module path, source
         self.phase = Phase.FORWARD
-        self.natures: dict[fx.Node, Nature] = {}  # of foreign operators
+        self.natures: dict[fx.Node, Nature] = {}  # natures of foreign operators
 
     def run(self) -> Converted:
         nodes = list(self.module.graph.nodes)
@@ -188,7 +189,8 @@ class _Walk:
         self.builder.add_op(node.name, self.phase, call, tensors, outputs, origin, name, **flags)
 
     def _note_constant_view(self, node: fx.Node) -> None:
-        """A constant is described by itself, in other memory than its views are said to be in: they are in its own."""
+        """Record views of a constant as views of its own memory: fake tensors describe the constant in other memory
+        than its views."""
         base: Any = self.value_of.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if isinstance(base, int) and base in self.constants and getattr(node.target, "is_view", False):
             views = node.meta["val"]
@@ -196,7 +198,7 @@ class _Walk:
                 self.builder.same_storage(each, base)
 
     def _call(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[fx.Node]]:
-        """What to call, its arguments with references for tensors, and the nodes that it reads."""
+        """The function to call, its arguments with references in place of tensors, and the nodes that it reads."""
         chain = chain_of(node)
         if chain is not None:
             return chain[0], tuple(Ref(self._value(each)) for each in chain[1]), {}, chain[1]
@@ -222,10 +224,10 @@ class _Walk:
         return flags
 
     def _runs_anyway(self, node: fx.Node) -> bool:
-        """Whether a node runs although nobody reads its result: it advances a generator or has an effect."""
+        """Whether a node runs even if nothing reads its result: it advances a generator or has an effect."""
         if str(node.target) in _DROPPED:
             return False
-        if node.target is READ:  # operators may take the number
+        if node.target is READ:  # operators may take the number that was read
             return True
         flags = self._flags(node)
         return bool(flags) and (flags["random"] or flags["effect"])
@@ -245,7 +247,7 @@ class _Walk:
         return value
 
     def _mark_unused_random(self, output: fx.Node) -> None:
-        """A random operator that nothing comes of still advances the generator: it runs exactly once."""
+        """A random operator whose result is not used still advances the generator, so it runs exactly once."""
         used = {self.value_of[n] for n in output.all_input_nodes if isinstance(self.value_of.get(n), int)}
         for op in reversed(self.builder.ops):
             if op.random and used.isdisjoint(op.outputs):
@@ -261,14 +263,14 @@ def _callable(target: Any) -> Callable[..., Any]:
 
 
 def _device_of(node: fx.Node) -> torch.device:
-    """Of its results."""
+    """The device of the node's results."""
     result = node.meta.get("val")
     tensors = result if isinstance(result, (list, tuple)) else (result,)
     return next((each.device for each in tensors if isinstance(each, torch.Tensor)), torch.device("cpu"))
 
 
 def _flags(target: Any) -> dict[str, bool]:
-    """What the schema of an operator tells."""
+    """Properties of an operator that its schema declares."""
     if not isinstance(target, torch._ops.OpOverload):
         return {}
     return {

@@ -1,12 +1,12 @@
-"""Make every gradient one that the autograd engine takes over as it is.
+"""Make every gradient one that the autograd engine takes over without a copy.
 
-The engine's ``AccumulateGrad`` keeps the tensor it is given if it has the parameter's layout and nobody else holds it,
-and copies it otherwise. A copy made by the engine would escape the plan, so the program makes it, right after the
+The engine's ``AccumulateGrad`` keeps the tensor that it is given if it has the parameter's layout and nobody else holds
+it; otherwise it copies it. A copy made by the engine would escape the plan, so the program makes it, right after the
 gradient is final.
 
-Where others may add to the gradient, too (of what a part of a larger model reads, of an argument that was computed), the
-engine adds what comes to what is there, one term after the other. The order decides the last bit, so after ``split_sums``
-gradients leave the program as the terms that they are the sums of, each in the layout that it has.
+If others may add to the same gradient (that of a tensor read elsewhere in a larger model, or of a computed argument),
+the engine adds the terms one after the other, and the order decides the last bit. So after ``split_sums`` such
+gradients leave the program as separate terms, each in its own layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def split_sums(module: fx.GraphModule, first: int = 0) -> None:
-    """Return the gradient of every flat input, from the ``first`` on, as its terms; changes the joint graph's output."""
+    """Replace the gradients of flat inputs, from the ``first`` on, by their terms in the output of the joint graph."""
     if first == 0:
         refuse_later_terms(module, others_add=True)
     output = next(iter(reversed(module.graph.nodes)))
@@ -49,8 +49,8 @@ def split_sums(module: fx.GraphModule, first: int = 0) -> None:
 
 
 def _terms(node: fx.Node, arrived: int) -> list[fx.Node]:
-    """Of a sum that the engine made of so many, and nobody else reads, the terms from the first one on. A sum among these was
-    made for another tensor, of which this is a copy, say."""
+    """The terms, in order, of a sum that the engine made of so many terms and that nothing else reads. A sum among its
+    terms was made for another tensor, of which this one is a copy, say."""
     found: list[fx.Node] = []
     while len(found) + 1 < arrived and node.target is _ADD and len(node.users) == 1 and not node.kwargs:
         first, second = node.args
@@ -64,8 +64,8 @@ def _terms(node: fx.Node, arrived: int) -> list[fx.Node]:
 
 
 class Gradients:
-    """Follows the conversion of the backward pass; ``owned`` maps each gradient's role to its final value, ``sums`` those
-    of what is used several times to the number of their terms."""
+    """Follows the conversion of the backward pass. ``owned``: role of each gradient -> final value. ``sums``: role of
+    each gradient of something used several times -> number of terms."""
 
     def __init__(
         self, builder: Builder, nodes: Sequence[fx.Node], roles: dict[Any, Any], value_of: dict[fx.Node, Any]
@@ -84,7 +84,7 @@ class Gradients:
         self._position = {node: index for index, node in enumerate(nodes)}
 
     def produced(self, node: fx.Node) -> None:
-        """``node`` was just converted: if it is a gradient, own it now."""
+        """Called after ``node`` was converted. If it is a gradient, make it own its memory."""
         for role in self._pending.pop(node, ()):
             self._own(node, role)
             count = 1 if isinstance(role, Term) else len(_terms(node, role.arrived))
@@ -92,7 +92,7 @@ class Gradients:
                 self.sums[role] = count
 
     def finish(self) -> None:
-        """Gradients that no backward operator produces (a tangent itself, say)."""
+        """Handle gradients that no backward operator produces (a tangent itself, say)."""
         for node in list(self._pending):
             self.produced(node)
 
@@ -100,7 +100,7 @@ class Gradients:
         builder, value = self.builder, self.value_of[node]
         meta, storage = builder.metas[value], builder.values[value].storage
         parameter = builder.metas[self.value_of[self._inputs[role.input]]]
-        if meta.shape != parameter.shape:  # of a distributed tensor, in other placements
+        if meta.shape != parameter.shape:  # a distributed tensor in other placements
             parameter = replace(parameter, shape=meta.shape, stride=meta.stride)
         base = builder.bases[storage]
         ours = base is not None and builder.ops[base].phase is Phase.BACKWARD and not builder.ops[base].effect
@@ -109,7 +109,7 @@ class Gradients:
         taken_over = ours and whole and final and _obeys_contract(meta, parameter)
         if isinstance(role, Term):
             parameter = replace(parameter, stride=meta.stride)
-            # What the engine adds the next terms to, in place.
+            # The engine adds further terms to this tensor in place.
             first = role.number == 0 and role.count > 1
             taken_over = (ours and whole and final) if first else base is not None
             taken_over = taken_over and meta.shape == parameter.shape
@@ -126,7 +126,7 @@ def _storage_key(node: fx.Node) -> int:
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[int, int]:
-    """Per storage, the position of the last operator that reads it other than to form a view of it."""
+    """Per storage, the position of the last operator that reads it, other than to make a view."""
     last: dict[int, int] = {}
     for position, node in enumerate(nodes):
         if node.op == "call_function":

@@ -1,8 +1,8 @@
-"""In-place writes into views of views copy what they write alone.
+"""In-place writes into views of views, without copies of the outer levels.
 
-A functional program writes into ``x[i][:, j]`` from the inside out: a copy of the slice with the new part, and a copy of the
-tensor with the new slice, every level anew. Here each becomes one operator, which puts the innermost part where it lies in the
-tensor; where the tensor dies it is overwritten in place (``program.overwrites``).
+A functional program writes into ``x[i][:, j]`` from the inside out: it copies the slice with the new part, and then the
+tensor with the new slice. This module replaces each such sequence by one operator that puts the innermost part into the
+tensor. If the tensor is not used afterwards, it is overwritten in place (``program.overwrites``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowtide.capture.trace.sizes import SYMBOLIC, expression
 from lowtide.program.overwrites import SLICES, fills_its_storage
 
 _ATEN = torch.ops.aten
-_WHOLE_VIEWS = {  # with all elements of what they are views of
+_WHOLE_VIEWS = {  # views with all elements of the tensor
     _ATEN.alias.default, _ATEN.detach.default, _ATEN.permute.default, _ATEN.squeeze.default, _ATEN.squeeze.dim,
     _ATEN.squeeze.dims, _ATEN.t.default, _ATEN.transpose.int, _ATEN.unsqueeze.default, _ATEN.view.default,
 }  # fmt: skip
@@ -28,7 +28,7 @@ Layout = tuple[Any, ...]  # sizes, strides and offset, in elements
 
 
 def merge_nested_writes(module: fx.GraphModule) -> None:
-    """Write what the innermost of nested writes into views does at once; changes the joint graph."""
+    """Replace nested writes into views by single writes of the innermost part; changes the joint graph."""
     for node in [*module.graph.nodes]:
         merged = _merged(node) if node.target in SLICES and not node.kwargs else None
         if merged is None:
@@ -36,14 +36,15 @@ def merge_nested_writes(module: fx.GraphModule) -> None:
         target, args = merged
         with module.graph.inserting_before(node):
             new = module.graph.call_function(target)
-        new.args = args  # sizes among them as they are
+        new.args = args  # with sizes as they are
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
 
 
 def _merged(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """The operator and the arguments of one write that does what this one and those before it do, where there are such."""
+    """The operator and arguments of one write that does the same as this write and those before it, if there are
+    such."""
     base, source, *slices = node.args
     if _is_given(base):
         return None
@@ -64,8 +65,8 @@ def _merged(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def _written_before(base: Any, source: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
-    """The write into a view of ``base`` that made ``source``, which is to stand at ``part`` of it: the node, what that wrote
-    and where. ``None`` where none did."""
+    """The write into a view of ``base`` that made ``source``, which is to be put at ``part``: the node, what it wrote,
+    and where. ``None`` if there is none."""
     views = []
     while isinstance(source, fx.Node) and source.target in _WHOLE_VIEWS:
         views.append(source)
@@ -80,22 +81,22 @@ def _written_before(base: Any, source: Any, whole: torch.Tensor, part: torch.Ten
         seen = place
         for view in reversed(views):
             seen = view.target(seen, *view.args[1:], **view.kwargs)  # type: ignore[operator]
-    except RuntimeError:  # there is no such view of it
+    except RuntimeError:  # such a view does not exist
         return None
     there = SLICES[source.target](place, *map(_number, slices))
     return (source, written, there) if _same(_layout(seen), _layout(part)) else None
 
 
 def _root(node: Any) -> Any:
-    """What a node is a view of."""
+    """The tensor that a node is a view of."""
     while isinstance(node, fx.Node) and node.target in _WHOLE_VIEWS | _PART_VIEWS:
         node = node.args[0]
     return node
 
 
 def _is_given(node: Any) -> bool:
-    """Whether it is an input, which lies elsewhere in its memory in another call, or a copy of one with something written into
-    it, which lies as that does."""
+    """Whether the node is an input, whose position in memory may differ between calls, or a copy of one with a write,
+    which has the same layout."""
     root = _root(node)
     while root.target in SLICES:
         root = _root(root.args[0])
@@ -103,7 +104,7 @@ def _is_given(node: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """A node of the graph that computes one of sizes as what it computes."""
+    """The size that a node computes, if it computes one."""
     return value.meta["val"] if isinstance(value, fx.Node) else value
 
 
@@ -116,7 +117,7 @@ def _listed(value: Any) -> Any:
 
 
 def _same(one: Layout, other: Layout) -> bool:
-    """Whether both are equal, whatever the sizes that vary are."""
+    """Whether both are equal for all values of the symbolic sizes."""
     pairs = zip(_numbers(one), _numbers(other), strict=True)
     return all(
         expression(a) == expression(b) if isinstance(a, SYMBOLIC) or isinstance(b, SYMBOLIC) else a == b

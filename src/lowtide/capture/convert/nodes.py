@@ -16,7 +16,7 @@ from lowtide.program.roles import Tangent
 from lowtide.program.running_statistics import NAMESPACE as STATISTICS
 
 _ATEN = torch.ops.aten
-# The last: results.
+# Whose last results they are.
 ALIASES = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default, _ATEN.alias_copy.default}
 _TRAINING_NORMS = {"aten::_native_batch_norm_legit_functional", "aten::_batch_norm_with_update_functional"}
 _STATISTICS = slice(3, 5)  # among their arguments, and those of their backward
@@ -24,8 +24,8 @@ _NORMS_BACKWARD = tuple(f"aten.{one}batch_norm_backward." for one in ("native_",
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Whether a node is ``tensor[:]`` of a tensor of symbolic sizes, or the backward of that. Where sizes are numbers, it is
-    not recorded at all."""
+    """Whether a node is ``tensor[:]`` of a tensor with symbolic sizes, or its backward. For sizes that are numbers, it
+    is not recorded at all."""
     first = {_ATEN.slice.Tensor: 2, _ATEN.slice_backward.default: 3}.get(node.target)  # type: ignore[call-overload]
     if first is None or node.args[first : first + 2] != (0, sys.maxsize) or node.args[first + 2 :] not in ((), (1,)):
         return False
@@ -55,22 +55,22 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def begins_backward(node: fx.Node) -> bool:
-    """The backward of an autograd function that Dynamo traced has no tag."""
+    """Whether the node begins the backward of an autograd function that Dynamo traced, which has no tag."""
     return is_backward(node) or any(map(is_tangent, node.all_input_nodes))
 
 
 def is_tangent(node: Any) -> bool:
-    """Whether it is a gradient as it arrives: with its own numbers, where the tracer has it with their conjugates."""
+    """Whether the node is an arriving gradient: the gradient itself, where the tracer has recorded its conjugate."""
     if not isinstance(node, fx.Node):
         return False
     if node.target is _ATEN._conj.default:
-        source: Any = node.args[0]  # a number, too
+        source: Any = node.args[0]  # may be a number too
         return is_tangent(source) and source.op == "placeholder" and source.meta["val"].is_conj()
     return isinstance(node.meta.get("role"), Tangent)
 
 
 def ancestors(outputs: Iterable[Any]) -> set[fx.Node]:
-    """The nodes that ``outputs`` are computed from, themselves included; not what only tells a size."""
+    """The nodes from which ``outputs`` are computed, including these; without nodes that only give a size."""
     pending = [node for node in outputs if isinstance(node, fx.Node)]
     found: set[fx.Node] = set()
     while pending:
@@ -82,7 +82,7 @@ def ancestors(outputs: Iterable[Any]) -> set[fx.Node]:
 
 
 def reaching(forward: Sequence[fx.Node], backward: Set[fx.Node], results: Set[fx.Node] = frozenset()) -> set[fx.Node]:
-    """Forward nodes from which data flows into the backward pass, or into one of these ``results``."""
+    """The forward nodes whose data reaches the backward pass or one of these ``results``."""
     found: set[fx.Node] = set()
     for node in reversed(forward):
         if node in results or any(user in found or user in backward for user in node.users):
@@ -96,8 +96,8 @@ def is_training_norm(node: fx.Node) -> bool:
 
 
 def depends_on(given: fx.Node, reaches: Set[fx.Node]) -> bool:
-    """Whether what ``reaches`` the backward pass is computed from the values of ``given``. Norms make others of their running
-    statistics, and hand them to their backward pass, but compute with neither."""
+    """Whether anything in ``reaches`` is computed from the values of ``given``. Norms write new running statistics and
+    hand them to their backward pass, but compute with neither."""
     readers = [user for user in given.users if user in reaches]
     norms = [user for user in readers if is_training_norm(user) or str(user.target).startswith(_NORMS_BACKWARD)]
     if any(user not in norms or given not in user.args[_STATISTICS] or given in user.args[:3] for user in readers):
@@ -106,7 +106,7 @@ def depends_on(given: fx.Node, reaches: Set[fx.Node]) -> bool:
 
 
 def _running_statistics(norm: fx.Node) -> list[fx.Node]:
-    """Those that it makes: its last two results."""
+    """The running statistics that a norm returns: its last two results."""
     if not is_training_norm(norm):
         return []
     first: int = len(norm.target._schema.returns) - 2  # type: ignore[union-attr]
@@ -114,5 +114,5 @@ def _running_statistics(norm: fx.Node) -> list[fx.Node]:
 
 
 def is_running_statistic(node: fx.Node) -> bool:
-    """Whether it is what a norm makes of its running statistics, which eager writes without counting it as a new version."""
+    """Whether the node is a running statistic that a norm returns. Eager writes it without counting a new version."""
     return node.target is operator.getitem and is_training_norm(node.args[0])  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ REFUSED: dict[str, str] = {}
 
 
 def refuse(node: fx.Node, origin: Callable[[fx.Node], tuple[str, str]]) -> None:
-    """Raises ``CaptureError`` where a node of the joint graph cannot be planned; ``origin``: its module path and line."""
+    """Raise ``CaptureError`` if a node of the joint graph cannot be planned. ``origin``: its module path and line."""
     reason = _reason(node)
     if reason:
         module, source = origin(node)
@@ -42,5 +42,5 @@ def _reason(node: fx.Node) -> str:
 
 
 def _is_read(node: fx.Node) -> bool:
-    """Whether it is sparse, and nothing but a part of what reads it."""
+    """Whether the node is sparse, and only a part of the operators that read it."""
     return is_made_sparse(node) and all(user.op == "call_function" for user in node.users)

@@ -1,7 +1,8 @@
-"""What a joint graph computes row by row from one projection to classes: the logits of a loss, and all that follows from them.
+"""What a joint graph computes row by row from one projection to classes: the logits of a loss, and what follows from
+them.
 
-The walk takes views, slices of rows, pointwise operators, log-softmax and the gradients of all these, which have a row of
-classes for each row of hidden states, until sums, reductions of rows and matrix products leave the region again.
+The walk follows views, slices of rows, pointwise operators, log-softmax and their gradients. These have a row of
+classes for each row of hidden states. The region ends at sums, reductions of rows, and matrix products.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ MM, ADDMM, TURN, EXPAND = _ATEN.mm.default, _ATEN.addmm.default, _ATEN.t.default
 SLICE, SLICE_BACKWARD = _ATEN.slice.Tensor, _ATEN.slice_backward.default
 LOG_SOFTMAX, SUM, ARGMAX = _ATEN._log_softmax.default, _ATEN.sum.dim_IntList, _ATEN.argmax.default
 NLL, NLL_BACKWARD = _ATEN.nll_loss_forward.default, _ATEN.nll_loss_backward.default
-# The same rows in the same order.
+# Operators that keep the rows and their order.
 SAME = {
     *(_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.clone.default),
     *(_ATEN.detach.default, _ATEN.alias.default),
 }
-WITH_DIM = {LOG_SOFTMAX: 1, _ATEN._log_softmax_backward_data.default: 2}  # position of the dimension
+WITH_DIM = {LOG_SOFTMAX: 1, _ATEN._log_softmax_backward_data.default: 2}  # position of the ``dim`` argument
 _OF_A_ROW = {SUM, _ATEN.mean.dim, _ATEN.amax.default, _ATEN.logsumexp.default, ARGMAX}
 
 
 class Whole(Exception):
-    """Why a loss cannot be computed in pieces."""
+    """Raised with the reason why a loss cannot be computed in pieces."""
 
 
 def projection_of(node: fx.Node) -> fx.Node | None:
-    """The matrix product that a log-softmax is computed from row by row, if it is."""
+    """The matrix product from which a log-softmax is computed row by row, if there is one."""
     classes = value_of(node).shape[-1]
     while node.target not in (MM, ADDMM):
         if not _goes_on(node.target):
@@ -68,8 +69,8 @@ def _source(node: Any) -> Any:
 
 
 class Region:
-    """What is computed row by row from one projection. ``wide``: the nodes that have a row of classes for each row of hidden
-    states, with the slices behind which they stand; ``turned``: their transposes; ``ends``: what leaves the region."""
+    """What is computed row by row from one projection. ``wide``: nodes with a row of classes for each row of hidden
+    states, with the slices that precede them. ``turned``: their transposes. ``ends``: nodes that leave the region."""
 
     def __init__(self, projection: fx.Node) -> None:
         self.projection, self.graph = projection, projection.graph
@@ -77,8 +78,8 @@ class Region:
         self.classes = int(value_of(projection).shape[1])
         self.wide: dict[fx.Node, tuple[fx.Node, ...]] = {projection: ()}
         self.turned: dict[fx.Node, fx.Node] = {}
-        self.spread: set[fx.Node] = set()  # wide tensors that are made of a number for each row, without logits
-        self._beside: list[fx.Node] = []  # the wide nodes that something for each row was read beside
+        self.spread: set[fx.Node] = set()  # wide tensors made from one number for each row, without logits
+        self._beside: list[fx.Node] = []  # wide nodes that are read together with one number for each row
         self.ends: list[fx.Node] = []
         self.slices: tuple[fx.Node, ...] = ()
         nodes = list(self.graph.nodes)
@@ -113,7 +114,7 @@ class Region:
             self.wide[node] = self._slices_of(node)
 
     def _slices_of(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """The slices behind which a wide node stands. Raises ``Whole`` for a node that is not computed row by row."""
+        """The slices that precede a wide node. Raises ``Whole`` if the node is not computed row by row."""
         read = [one for one in node.all_input_nodes if one in self.wide]
         known = {self.wide[one] for one in read}
         target: Any = node.target
@@ -123,7 +124,7 @@ class Region:
         slices = known.pop()
         if target is SLICE and not is_backward(node) and args[1] not in (-1, value.dim() - 1):
             if slices != self.slices:
-                raise self._other(node)  # losses of several sets of rows
+                raise self._other(node)  # losses of different sets of rows
             self.slices = (*slices, node)
             return self.slices
         if target is SLICE_BACKWARD and slices and _same_slice(slices[-1], node):
@@ -139,7 +140,7 @@ class Region:
         return slices
 
     def _is_operand(self, node: fx.Node, beside: fx.Node) -> bool:
-        """Whether a pointwise operator may read it ``beside`` a wide node."""
+        """Whether a pointwise operator may read the node ``beside`` a wide one."""
         value, wide = value_of(node), value_of(beside).shape
         if node in self.wide or (value.dim() <= 2 and value.shape[:-1].numel() == 1):
             return True
@@ -152,7 +153,7 @@ class Region:
         return spread
 
     def _is_spread(self, node: fx.Node, beside: fx.Node) -> bool:
-        """Whether a tensor as wide as ``beside`` is made of a number for each row, without the logits."""
+        """Whether a tensor as wide as ``beside`` is made from one number for each row, without the logits."""
         if node.target is EXPAND:
             source = value_of(node.args[0])
             return source.numel() == 1 or source.shape == (*value_of(beside).shape[:-1], 1)
@@ -177,7 +178,7 @@ class Region:
         return node.target is SUM and value_of(node.args[0]).dim() == 2 and node.args[1] == [0] and not node.kwargs
 
     def sums_rows(self, node: fx.Node) -> bool:
-        """Whether an end is a sum over all rows, and not a result for each."""
+        """Whether an end is a sum over all rows, and not a result for each row."""
         if node.target is MM:
             left, right = node.args
             if left in self.turned and _source(right) is _source(self.hidden):

@@ -1,8 +1,8 @@
-"""Sparse tensors in the COO layout (``torch.sparse.mm(adjacency, x)`` of graph networks), which a plan does not hold.
+"""Sparse tensors in COO layout (``torch.sparse.mm(adjacency, x)`` in graph networks), which a plan does not hold.
 
-Those that the model is given, or holds, are inputs like others. What is made of them and is sparse itself (the transposed
-adjacency that a backward pass reads) is made again in each operator that reads it, as a part of that operator. On fake tensors
-what is made has no entries, so only operators are traced that do not ask for their number.
+Sparse tensors that the model is given or holds are inputs. Sparse tensors computed from them (the transposed adjacency
+that a backward pass reads) are computed again inside each operator that reads them. Fake ones have no entries, so only
+operators that do not ask for the number of entries are traced.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class SparseChain:
-    """Calls in a row; callable with what they read, and gives the last one's result. A ``Ref`` is the number of an argument or,
-    behind these, of an earlier result."""
+    """Consecutive calls as one function of what they read, which returns the last result. A ``Ref`` is the number of an
+    argument or, beyond the arguments, of an earlier result."""
 
     calls: tuple[Call, ...]
 
@@ -46,18 +46,19 @@ def is_sparse(node: fx.Node) -> bool:
 
 
 def is_made_sparse(node: fx.Node) -> bool:
-    """Whether it is a part of whatever reads it."""
+    """Whether the node becomes a part of each operator that reads it."""
     return node.op == "call_function" and is_sparse(node)
 
 
 def is_known(node: fx.Node) -> bool:
-    """Whether a node is traced as it is, as far as sparse tensors are concerned: an operator that is known, or one of dense
+    """Whether a node can be traced as far as sparse tensors are concerned: it is a known operator, or has only dense
     tensors."""
     return not (is_made_sparse(node) or any(map(is_sparse, node.all_input_nodes))) or str(node.target) in _KNOWN
 
 
 def chain_of(node: fx.Node) -> tuple[SparseChain, list[fx.Node]] | None:
-    """Of a node that reads sparse tensors that were made: all in one, and what that reads. ``None`` for any other."""
+    """For a node that reads computed sparse tensors: one function of all, and what it reads. ``None`` for other
+    nodes."""
     if not any(map(is_made_sparse, node.all_input_nodes)):
         return None
     made: list[fx.Node] = []

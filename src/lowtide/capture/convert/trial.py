@@ -45,19 +45,19 @@ from lowtide.program.clocks import ASK
 from lowtide.program.layouts import span_elements
 
 _LOG = logging.getLogger(__name__)
-_KNOWN: dict[Any, Nature] = {}  # by operator and those of its arguments that are no tensors and no sizes
+_KNOWN: dict[Any, Nature] = {}  # by operator and its arguments other than tensors and sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Nature:
-    """``effect``: it runs once, for this reason; ``random``: it draws from the generator of its device."""
+    """``effect``: why the operator runs only once. ``random``: whether it draws from the generator of its device."""
 
     random: bool = False
     effect: str = ""
 
 
 def nature(node: fx.Node, module: fx.GraphModule) -> Nature:
-    """Of the foreign operator that a node calls. Raises ``CaptureError`` where its registration is wrong."""
+    """The nature of the foreign operator that a node calls. Raises ``CaptureError`` if its registration is wrong."""
     target: Any = node.target
     if target is ASK:
         return Nature(effect="asks a clock")
@@ -67,7 +67,7 @@ def nature(node: fx.Node, module: fx.GraphModule) -> Nature:
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     seeded = torch.Tag.nondeterministic_seeded in target.tags
-    if any(tensor.device.type == "meta" for tensor in tensors):  # nothing will be run
+    if any(tensor.device.type == "meta" for tensor in tensors):  # no operator will really run
         return Nature(random=seeded)
     key = (target, tuple(leaf for leaf in leaves if isinstance(leaf, (bool, float, str))), str(structure))
     if key not in _KNOWN:
@@ -121,7 +121,7 @@ def _judged(moved: Sequence[str], changed: Sequence[str], same: bool, device: to
 
 
 class _States:
-    """Of the generators that an operator may draw from, when this was made."""
+    """The states of the generators that an operator may draw from, when this was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._generators = {one.type: generators.default_generator(one) for one in (torch.device("cpu"), device)}
@@ -134,14 +134,14 @@ class _States:
         random_numbers.set_state(self._others)
 
     def moved(self) -> list[str]:
-        """Whose generators draw something else now."""
+        """Which generators have another state now."""
         names = [name for name, one in self._generators.items() if not torch.equal(one.get_state(), self._torch[name])]
         both = zip(("Python", "NumPy"), self._others, random_numbers.state(), strict=True)
         return names + [name for name, then, now in both if not random_numbers.same_state((then,), (now,))]
 
 
 def _behind(target: Any) -> Reach:
-    """What the Python implementations of an operator can change; nothing where there are none."""
+    """What the Python implementations of an operator can change; nothing if it has none."""
     reach = Reach()
     registered: Any = custom_ops.OPDEFS.get(target._schema.name)
     if registered is not None:
@@ -151,7 +151,7 @@ def _behind(target: Any) -> Reach:
 
 
 def _wrapped(kernel: Any, depth: int = 3) -> Iterator[Any]:
-    """A function, and those that PyTorch wrapped for it."""
+    """A function, and the functions that PyTorch wraps in it."""
     yield kernel
     if depth and isinstance(kernel, types.FunctionType) and is_trusted(kernel):
         for _, inner in named_by(kernel):
@@ -174,7 +174,7 @@ def _run(target: Any, given: Sequence[Any], structure: Any) -> list[torch.Tensor
 
 
 def _check(target: Any, given: Sequence[Any], before: Sequence[Any], results: Sequence[Any], expected: Any) -> None:
-    """Raises ``CaptureError`` where the operator is not as it was registered."""
+    """Raise ``CaptureError`` if the operator does not behave as it was registered."""
     tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     if not target._schema.is_mutable and not _same(
         tensors, [leaf for leaf in before if isinstance(leaf, torch.Tensor)]
@@ -201,7 +201,7 @@ def _wrong(target: Any, what: str) -> CaptureError:
 
 
 def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """To the bit."""
+    """Whether both are equal to the bit."""
     return len(one) == len(other) and all(torch.equal(_bits(a), _bits(b)) for a, b in zip(one, other, strict=True))
 
 
@@ -210,7 +210,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stand_in(leaf: Any) -> Any:
-    """A tensor of the same layout: numbers from a normal distribution, zeros that are valid indices, true."""
+    """A tensor with the same layout: normally distributed numbers, zeros (valid indices), or true."""
     if not isinstance(leaf, torch.Tensor):
         return hint(leaf)
     shape, stride = hints(leaf.shape), hints(leaf.stride())

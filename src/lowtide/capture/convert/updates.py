@@ -1,14 +1,14 @@
-"""What the forward pass writes into its inputs: when it is written, and what operators read that want the value from before.
+"""Writes of the forward pass into its inputs: when they happen, and which operators read the value from before.
 
-An input is written into by an ``update`` op. Most are at the end of the forward pass, so that a pass that stops half-way leaves
-everything as it was; an operator whose result reaches the backward pass must not read the overwritten input again, and reads a
-copy of the first value. So does one from which a result with a gradient is computed that none is expected for, where such
-copies take next to nothing: if it comes all the same, another program begins with what this one has kept; else it is refused.
-Batch normalisation in training mode needs none: what it returns for the backward pass does not depend on the running
-statistics.
+An ``update`` op writes an input. Most of them come at the end of the forward pass, so that a pass that stops halfway
+leaves everything as it was. An operator whose result reaches the backward pass must not read an overwritten input
+again; it reads a copy of the first value. The same holds for operators that lead to a result with a gradient that is
+not expected, if such copies are small. (If that gradient arrives after all, another program continues from what this
+one has kept; without copies, it is refused.) Batch normalization in training needs no copy: what it returns for the
+backward pass does not depend on the running statistics.
 
-Copies of all weights are much where a forward pass moves an average of them, and computes with it (the momentum encoder of
-MoCo): such an input is written *at once* (``at_once``), and operators read the input itself after it.
+If a forward pass averages all weights and computes with the average (MoCo's momentum encoder), copies would be large.
+Such an input is written *at once* (``at_once``), and operators after that read the input itself.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from lowtide.program.program import Call, Ref
 from lowtide.program.roles import Input, Written
 
 _ATEN = torch.ops.aten
-_SHARE = 32  # of the memory of all inputs: copies for gradients that are not expected take one of them at most
+_SHARE = 32  # copies for unexpected gradients take at most 1/32 of the memory of all inputs
 
 
 class Updates:
-    """Of the inputs that ``roles`` say are written into, in a program of these nodes, whose values are ``value_of``.
-
-    ``kept``: the value of the copy of the first one, by flat input. ``once``: what must not run a second time.
-    """
+    """The inputs that a program writes, according to ``roles``. ``value_of``: the values of its nodes. ``kept``: for
+    each flat input, the value of the copy of its first value. ``once``: operators that must not run a second time."""
 
     def __init__(
         self,
@@ -55,11 +53,11 @@ class Updates:
         self._forward, self._backward = forward, frozenset(backward)
         self._results = [node for node in roles.values() if isinstance(node, fx.Node)]
         self._returned = {storage_of(node) for node in self._results}
-        self._at_once: dict[fx.Node, fx.Node] = {}  # what is computed -> the input that it is written into
+        self._at_once: dict[fx.Node, fx.Node] = {}  # computed value -> input that it is written into
 
     def begin(self, differentiable: Set[fx.Node]) -> None:
-        """Before the forward pass: give operators that reach the backward pass, or one of the ``differentiable`` results, a
-        copy of what it overwrites."""
+        """Before the forward pass, copy inputs for operators that reach the backward pass or one of the
+        ``differentiable`` results."""
         expected = reaching(self._forward, self._backward) | self._backward
         changed = {given: new for given, new in self._written.items() if depends_on(given, expected)}
         nodes = [*self.value_of, *self._forward]
@@ -78,7 +76,7 @@ class Updates:
             self.value_of[given] = copy
 
     def _few(self, some: Sequence[fx.Node]) -> list[fx.Node]:
-        """Those of ``some`` inputs whose copies take next to nothing beside all inputs, the smallest first."""
+        """Those of ``some`` inputs whose copies are small compared with all inputs, the smallest first."""
         sizes = {one: self.builder.metas[value].storage_bytes for one, value in self.value_of.items()}
         room, found = sum(sizes.values()) // _SHARE, list[fx.Node]()
         for one in sorted(some, key=lambda one: sizes[one]):
@@ -87,7 +85,8 @@ class Updates:
         return found
 
     def computed(self, node: fx.Node) -> None:
-        """What the ``node`` has computed is written, if it is at once, and operators read the input itself from now on."""
+        """If the result of ``node`` is to be written at once, write it, and let later operators read the input
+        itself."""
         if (given := self._at_once.get(node)) is not None:
             self.builder.same_storage(node.meta["val"], self._targets[given])
             after = self.builder.add_value(f"{node.name}_written", node.meta["val"], self.builder.next_op)
@@ -95,20 +94,20 @@ class Updates:
             self.value_of[node] = after
 
     def end(self) -> None:
-        """After the forward pass: write the rest."""
+        """After the forward pass, write all other inputs."""
         for given, new in self._written.items():
             if given not in self._at_once.values():
                 self._update(given, self.value_of[new], ())
 
     def is_copy(self, node: fx.Node) -> bool:
-        """Whether the node copies, as it lies, the first value of an input of which there is a copy."""
+        """Whether the node copies, without changing the layout, the first value of an input that has a copy already."""
         given: Any = node.args[0] if node.target is _ATEN.clone.default else None
         if (
             given not in self._written
             or given.meta["role"].number not in self.kept
             or storage_of(node) in self._returned
         ):
-            return False  # what is returned may be written into
+            return False  # the caller may write into results
         copy: int = self.value_of[given]
         return meta_of(node.meta["val"]) == self.builder.metas[copy]
 
