@@ -204,3 +204,13 @@ def test_values_that_the_first_call_keeps() -> None:
     with lowtide.checked(every=1):
         for _ in range(3):
             model(torch.randn(3, 4)).backward()
+
+
+def test_inputs_that_share_their_memory() -> None:
+    """Parameters that are made views of one tensor while the model trains, and arguments that are cut out of one."""
+    model = nn.Bilinear(4, 4, 4)
+    lowtide.rematerialize(model, (torch.randn(3, 4), torch.randn(3, 4)), budget="100%", planner="keep-all")
+    with lowtide.checked(every=1):
+        model(torch.randn(3, 4), torch.randn(3, 4)).sum().backward()
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()), model.parameters())
+        model(*torch.randn(6, 4).chunk(2)).sum().backward()

@@ -226,3 +226,27 @@ class Graph:
     def without_overwrites(self) -> Graph:
         """Return the graph without ``overwrites``, so that every result is new memory."""
         return replace(self, ops=tuple(replace(op, overwrites=()) for op in self.ops))
+
+    def with_inputs_apart(self) -> Graph:
+        """Return the graph with inputs that nothing is written into, each with the views of it, in storages of their own:
+        whether they share memory is of no consequence. Storages are numbered anew, by their first values."""
+        written = set[int]().union(*self.written)
+        shared = {one.id for one in self.storages if one.external and one.id not in written}
+        behind: dict[int, int] = {}  # a value in one of these, and the input that it is a view of
+        members: dict[tuple[int, int | None], list[int]] = {}
+        for value in self.values:
+            if value.storage in shared:
+                given = () if value.producer is None else self.ops[value.producer].inputs
+                behind[value.id] = next(
+                    (behind[one] for one in given if self.values[one].storage == value.storage), value.id
+                )
+            members.setdefault((value.storage, behind.get(value.id)), []).append(value.id)
+        number = {value: index for index, values in enumerate(members.values()) for value in values}
+        return replace(
+            self,
+            values=tuple(replace(value, storage=number[value.id]) for value in self.values),
+            storages=tuple(
+                Storage(index, self.storages[old].base, tuple(values))
+                for index, ((old, _), values) in enumerate(members.items())
+            ),
+        )

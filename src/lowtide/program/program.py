@@ -88,12 +88,12 @@ class Program:
     sums: tuple[tuple[int, int], ...] = ()
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
-        """Whether both programs have the same operators, operands and results in the same order, ignoring where inputs lie in
-        their storages. ``held``: ids of tensors in the model's attributes; other constants were made by the forward pass, and
-        are equal if their elements are."""
+        """Whether both programs have the same operators, operands and results in the same order, ignoring where inputs lie
+        and, where nothing is written into them, which of them share memory. ``held``: ids of tensors in the model's attributes; other
+        constants were made by the forward pass, and are equal if their elements are."""
         pairs = [(tensor, other.constants.get(value)) for value, tensor in self.constants.items()]
         return (
-            self.graph.without_names() == other.graph.without_names()
+            self.graph.without_names().with_inputs_apart() == other.graph.without_names().with_inputs_apart()
             and self._layouts() == other._layouts()
             and all(map(_same_call, self.calls, other.calls))
             and all(getattr(self, name) == getattr(other, name) for name in _COMPARED)
