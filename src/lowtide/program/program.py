@@ -89,8 +89,8 @@ class Program:
 
     def same_as(self, other: Program, held: Collection[int]) -> bool:
         """Whether both programs have the same operators, operands and results in the same order, ignoring where inputs lie
-        and, where nothing is written into them, which of them share memory. ``held``: ids of tensors in the model's attributes; other
-        constants were made by the forward pass, and are equal if their elements are."""
+        and, where nothing is written into them, which of them share memory. ``held``: ids of tensors in the model's
+        attributes; other constants were made by the forward pass, and are equal if their elements are."""
         pairs = [(tensor, other.constants.get(value)) for value, tensor in self.constants.items()]
         return (
             self.graph.without_names().with_inputs_apart() == other.graph.without_names().with_inputs_apart()

@@ -259,7 +259,8 @@ def undone(model: nn.Module, before: Sequence[Before]) -> Iterator[None]:
         write(model, [(place, then) for place, _, then in changes])
         yield
     finally:
-        write(model, [(place, now) for place, now, _ in reversed(changes)])
+        changes.sort(key=lambda change: change[1][0] != "set")  # in the order in which the forward pass wrote them
+        write(model, [(place, now) for place, now, _ in changes])
 
 
 def say_unknown(model: nn.Module, places: Sequence[AttributePath]) -> None:
