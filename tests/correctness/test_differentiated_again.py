@@ -243,8 +243,15 @@ def test_code_that_a_loop_is_given_names_it(how: str) -> None:
     given = {"penalty": other.penalty, "loss": other.Loss(), "late": functools.partial(other.penalty), "other": other}
     given |= {"trainer": types.SimpleNamespace(loss=given["loss"]), "model": other.Loss()}
     given["model"].forward = None
+
+    class Unbound:
+        """As proxies of values that are there later."""
+
+        __class__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
+
+    given["proxy"] = Unbound()
     module: dict[str, Any] = {"__name__": "script", "_getframe": sys._getframe, **given}
-    exec(f"frame = _getframe()\nif frame is None: {how}", module)
+    exec(f"frame = _getframe()\nif frame is None: {how}, proxy", module)
     assert is_named(_alone(module["frame"])) is not how.startswith("model")
 
 

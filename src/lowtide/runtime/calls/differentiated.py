@@ -158,23 +158,25 @@ def _called_in(frame: types.FrameType) -> Iterator[types.FunctionType]:
     code, scope = frame.f_code, {**frame.f_globals, **variables(frame)}
     names = {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
     held = [scope[name] for name in names if name in scope]
-    held += [own[name] for own in map(own_attributes, held) for name in code.co_names if own and name in own]
+    owned = [own_attributes(value) or {} for value in held]
+    held += [own[name] for own in owned for name in code.co_names if name in own]
     yield from (each for value in held for each in _code_of(value) if not is_trusted(each))
 
 
 def _code_of(value: Any) -> Iterator[types.FunctionType]:
     """The functions that run if the value, or a method of it, is called. Those of planned models are in their plans."""
-    while isinstance(value, (functools.partial, types.MethodType)):
-        value = value.func if isinstance(value, functools.partial) else value.__func__
-    if isinstance(value, types.FunctionType):
+    while issubclass(type(value), (functools.partial, types.MethodType)):
+        value = value.func if issubclass(type(value), functools.partial) else value.__func__
+    kind = type(value)
+    if kind is types.FunctionType:
         yield value
-    elif not isinstance(value, types.ModuleType) and "forward" not in (own_attributes(value) or {}):
-        kind = value if isinstance(value, type) else type(value)
-        yield from (each for base in kind.__mro__ if not is_trusted(base) for each in _methods(base))
+    elif not issubclass(kind, types.ModuleType) and "forward" not in (own_attributes(value) or ()):
+        bases = value.__mro__ if issubclass(kind, type) else kind.__mro__
+        yield from (each for base in bases if not is_trusted(base) for each in _methods(base))
 
 
 def _is_called(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and not is_trusted(value)
+    return type(value) is types.FunctionType and not is_trusted(value)
 
 
 def _place(caller: types.FrameType | None, within: types.CodeType | None) -> tuple[types.CodeType, int] | None:
@@ -201,7 +203,7 @@ def _functions(module: Mapping[str, Any]) -> Iterator[types.FunctionType]:
     """The functions that a module defines, including those in its classes."""
     name = module.get("__name__")
     for value in list(module.values()):
-        own_class = isinstance(value, type) and value.__module__ == name
+        own_class = issubclass(type(value), type) and value.__module__ == name
         yield from (each for each in (_methods(value) if own_class else _parts(value)) if each.__module__ == name)
 
 
@@ -211,5 +213,5 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
 
 
 def _parts(member: Any) -> Iterator[types.FunctionType]:
-    found = parts_of(member) if isinstance(member, _DEFINED) else ()
+    found = parts_of(member) if issubclass(type(member), _DEFINED) else ()  # some raise an error when asked for a class
     yield from (each for each in found if isinstance(each, types.FunctionType))
