@@ -103,7 +103,7 @@ def named_by(value: Any) -> Iterator[tuple[str, Any]]:
                 continue
             found = variables[name]
             yield f"{variables.get('__name__')}.{name}", found
-            if isinstance(found, types.ModuleType) and not is_trusted(found):
+            if issubclass(type(found), types.ModuleType) and not is_trusted(found):
                 own = vars(found)
                 yield from [(f"{found.__name__}.{item}", own[item]) for item in names if item in own]
 
