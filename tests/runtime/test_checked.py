@@ -214,3 +214,24 @@ def test_inputs_that_share_their_memory() -> None:
         model(torch.randn(3, 4), torch.randn(3, 4)).sum().backward()
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()), model.parameters())
         model(*torch.randn(6, 4).chunk(2)).sum().backward()
+
+
+class _Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in "abcd":
+            x = torch.tanh(self.linear(x))
+            setattr(self, name, x)
+        return x.mean()
+
+
+def test_attributes_stay_in_their_order_where_gradients_come_unexpectedly() -> None:
+    """The backward pass is captured with the attributes of before, and puts those of the call back."""
+    model = _planned(_Noting())
+    with lowtide.checked(every=1):
+        for _ in range(3):
+            (model(torch.randn(3, 4)) + model.b.sum() + model.d.sum()).backward()
+            assert [name for name in vars(model) if len(name) == 1] == [*"abcd"]

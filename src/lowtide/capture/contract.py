@@ -214,8 +214,8 @@ class Contract:
         result, left, values = structure.unflatten(self.result_structure, tensors, [*objects, *given])
         for write, value in zip(self.writes, values, strict=True):
             write.perform(given, value)
-        written = {*(one.place for one in self.effects.tensors), *(setting.place for setting in self.settings)}
-        places = written | {one.place for one in self.counted} | self.held_inputs.attributes()
+        written = [one.place for one in (*self.effects.tensors, *self.settings, *self.counted)]
+        places = dict.fromkeys((*written, *self.held_inputs.attributes()))
         before = [attribute_effects.Before(place, value_at(model, place)) for place in places]
         attribute_effects.write(model, zip((one.place for one in self.effects.tensors), left, strict=True))
         attribute_effects.write(model, [(one.place, one.again()) for one in self.settings])
