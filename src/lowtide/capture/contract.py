@@ -14,7 +14,7 @@ from torch import nn
 from lowtide.capture.python_state.code.catching import catches
 from lowtide.capture.python_state.effects import attribute_effects, buffer_effects
 from lowtide.capture.python_state.effects.argument_effects import ArgumentWrite
-from lowtide.capture.python_state.effects.attribute_effects import ValueEffect
+from lowtide.capture.python_state.effects.attribute_effects import TensorEffect, ValueEffect
 from lowtide.capture.python_state.effects.buffer_effects import MadeBuffer
 from lowtide.capture.python_state.effects.held_inputs import HeldInputs
 from lowtide.capture.python_state.effects.random_numbers import RandomNumbers, RandomRecorder
@@ -214,8 +214,12 @@ class Contract:
         result, left, values = structure.unflatten(self.result_structure, tensors, [*objects, *given])
         for write, value in zip(self.writes, values, strict=True):
             write.perform(given, value)
-        written = [one.place for one in (*self.effects.tensors, *self.settings, *self.counted)]
-        places = dict.fromkeys((*written, *self.held_inputs.attributes()))
+        changed: list[TensorEffect | ValueEffect | CountedNumber] = [
+            *self.effects.tensors,
+            *self.settings,
+            *self.counted,
+        ]
+        places = dict.fromkeys((*(one.place for one in changed), *self.held_inputs.attributes()))
         before = [attribute_effects.Before(place, value_at(model, place)) for place in places]
         attribute_effects.write(model, zip((one.place for one in self.effects.tensors), left, strict=True))
         attribute_effects.write(model, [(one.place, one.again()) for one in self.settings])
