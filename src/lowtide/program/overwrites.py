@@ -1,16 +1,21 @@
-"""Pointwise operators whose input dies write into its memory, as eager's own in-place operators do.
+"""Operators that write their result over an input that is not needed any more, as eager's in-place operators do.
 
-A functional program returns every sum of gradients and every mask of a gradient in new memory. Where a pointwise operator
-(``torch.Tag.pointwise``) reads a tensor for the last time, nothing else looks at that storage, and the result has the same
-layout and type, the operator can write its result there: the same kernel over the same elements, each read before it is
-written, so the results are equal to the bit. Softmax and its gradient can, too: they pass over a row of their first
-argument, and then write where they read. What adds or puts something into the places of a tensor that an index names
-(``index_add``, ``scatter``: sums over the edges of a graph, gradients of what was selected) begins with a copy of that tensor
-otherwise, and so does a matrix product that is added to a matrix; where the operator reads that tensor as another argument,
-too, it has to. An operator that returns a tensor with another one in a slice of it, which is what an in-place operator on a
-slice becomes in a functional program, then copies the slice alone. Which inputs these are is a property of the operator
-(``Op.overwrites``), known to planners, simulator and checker; a schedule decides where one is overwritten (``Compute.into``).
-Complex tensors are left out: their division rounds differently in place.
+A functional program returns every sum of gradients and every masked gradient in new memory. If a pointwise operator
+(``torch.Tag.pointwise``) reads a tensor for the last time, nothing else looks at its storage, and the result has the
+same layout and type, the operator can write its result there. It runs the same kernel over the same elements, and reads
+each before it is written, so results are equal to the bit.
+
+- Softmax and its gradient can do so too: they pass over a row of their first argument, and then write where they have
+  read.
+- Operators that add or put something into places of a tensor given by an index (``index_add``, ``scatter``) otherwise
+  begin with a copy of that tensor, and so does a matrix product that is added to a matrix. If the operator also reads
+  that tensor as another argument, it has to copy.
+- An operator that returns a tensor with a slice replaced, the functional form of an in-place operator on a slice, then
+  copies only the slice.
+
+Which inputs these are is a property of the operator (``Op.overwrites``), known to planners, simulator and checker. A
+schedule decides where one is overwritten (``Compute.into``). Complex tensors are left out: their division rounds
+differently in place.
 """
 
 from __future__ import annotations
@@ -29,15 +34,15 @@ from lowtide.program.layouts import is_dense
 from lowtide.program.program import Call, Program, Ref, TensorMeta
 from lowtide.program.references import map_references
 
-# Their means and sums are one element at the start of a storage of all of them.
+# Their means and sums are one element at the start of a storage for all elements.
 _WIDE = {"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"}
-# Not pointwise: they may overwrite their first argument alone.
+# Not pointwise: they may overwrite only their first argument.
 _INTO_FIRST = {
     "addmm", "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data",
     "index_add", "index_copy", "index_fill", "index_put", "index_reduce", "masked_scatter", "put", "scatter", "scatter_add",
     "scatter_reduce",
 }  # fmt: skip
-SLICES: dict[Any, Any] = {  # what they write into a copy of
+SLICES: dict[Any, Any] = {  # the operators that write into a copy
     torch.ops.aten.as_strided_scatter.default: torch.ops.aten.as_strided.default,
     torch.ops.aten.slice_scatter.default: torch.ops.aten.slice.Tensor,
     torch.ops.aten.select_scatter.default: torch.ops.aten.select.int,
@@ -47,7 +52,8 @@ SLICES: dict[Any, Any] = {  # what they write into a copy of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
-    """An operator that writes into one of its inputs: the keyword to pass that as, or ``""`` for its first argument."""
+    """An operator that writes into one of its inputs: the keyword by which that is passed, or ``""`` for its first
+    argument."""
 
     target: Callable[..., Any]
     keyword: str
@@ -56,7 +62,7 @@ class Written:
 def _with_slice(
     view: Callable[..., torch.Tensor], into: torch.Tensor, source: torch.Tensor, *slices: Any
 ) -> torch.Tensor:
-    """``into``, where a slice now is ``source``."""
+    """``into``, with the slice replaced by ``source``."""
     view(into, *slices).copy_(source)
     return into
 
@@ -73,7 +79,7 @@ def with_overwrites(program: Program) -> Program:
 
 
 def _overwritten(program: Program, op_id: int, free: set[int]) -> Iterator[int]:
-    """Inputs of ``op_id`` in storages among ``free`` that its result may be written into."""
+    """The inputs of ``op_id``, in storages among ``free``, over which its result may be written."""
     op, call, values = program.graph.ops[op_id], program.calls[op_id], program.graph.values
     if len(op.outputs) != 1 or op.random or op.effect or call.positions is not None:
         return
@@ -95,20 +101,21 @@ def _overwritten(program: Program, op_id: int, free: set[int]) -> Iterator[int]:
 
 
 def _wide(program: Program, storage: int) -> bool:
-    """Whether the storage is larger than what was asked for it."""
+    """Whether the storage is larger than what was requested for it."""
     base = program.graph.storages[storage].base
     target = None if base is None else program.calls[base].target
     return isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in _WIDE
 
 
 def fills_its_storage(meta: TensorMeta) -> bool:
-    """Whether the elements are the storage, each at a place of its own."""
+    """Whether the elements fill the storage, each at a place of its own."""
     whole = meta.storage_offset == 0 and math.prod(meta.shape) * meta.dtype.itemsize == meta.storage_bytes
     return whole and is_dense(meta.shape, meta.stride)
 
 
 def overwritten_argument(target: Callable[..., Any]) -> int | None:
-    """The position of the argument that a compiled kernel always writes its result over, ``None`` for all else."""
+    """The position of the argument over which a compiled kernel always writes its result; ``None`` for other
+    targets."""
     return None if isinstance(target, torch._ops.OpOverload) else getattr(target, "overwrites", None)
 
 
@@ -119,10 +126,10 @@ def keeping(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def written_form(program: Program, op_id: int, value: int) -> Written | None:
-    """The form of ``op_id`` that writes into its input ``value``; ``None`` where there is none.
+    """The form of ``op_id`` that writes into its input ``value``; ``None`` if there is none.
 
-    A kernel knows its argument; an operator's must be laid out as the result is. Symbolic sizes are asked for that last, and
-    not of an operator without such a form: each answer bounds the calls of a family.
+    A kernel knows its argument; an operator's argument must have the layout of the result. Symbolic sizes are asked for
+    that last, and only for operators with such a form: each answer restricts the calls of a family.
     """
     call = program.calls[op_id]
     position = overwritten_argument(call.target)
@@ -134,7 +141,7 @@ def written_form(program: Program, op_id: int, value: int) -> Written | None:
 
 
 def _form(call: Call, argument: Ref) -> Written | None:
-    """The form of an operator that writes into this argument of its."""
+    """The form of an operator that writes into this argument."""
     if isinstance(call.target, TakingItems):
         form = _form(dataclasses.replace(call, target=call.target.target), argument)
         return form and Written(taking_items(form.target, call.target.count), form.keyword)
@@ -148,7 +155,7 @@ def _form(call: Call, argument: Ref) -> Written | None:
 
 
 def _times(call: Call, argument: Ref) -> int:
-    """How often it is an argument, in lists of indices too."""
+    """How often the value is an argument, also in lists of indices."""
     found = list[Ref]()
     map_references((call.args, call.kwargs), found.append)
     return found.count(argument)

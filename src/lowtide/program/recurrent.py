@@ -1,9 +1,9 @@
-"""Recurrent layers over packed sequences, a layer in one direction at a time, as an operator for each pass.
+"""Recurrent layers over packed sequences: one layer in one direction as one operator per pass.
 
-On the CPU, PyTorch computes such a layer step by step. These operators call the same kernels on the same elements in the same
-order, so results and the sums of gradients are eager's, and what they keep is one tensor of each kind for all steps: a graph
-does not grow with the lengths of sequences. ``LAYER`` are their arguments: ``data`` has the rows of all steps one after the
-other, ``sizes[i]`` of step ``i``, and ``hidden`` is h, or h and c, of the first step of each sequence.
+On the CPU, PyTorch computes such a layer step by step. These operators call the same kernels on the same elements in
+the same order, so results and sums of gradients equal eager's. They keep one tensor of each kind for all steps, so a
+graph does not grow with the lengths of sequences. ``LAYER``: their arguments. ``data`` has the rows of all steps one
+after the other, ``sizes[i]`` rows for step ``i``. ``hidden`` is h, or h and c, of the first step of each sequence.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _Gradients = tuple[Tensor, Tensor, Tensor | None, State]
 
 
 class _Simple:
-    """``h' = f(gates)``, where gates are the sum of what comes from the input and from h."""
+    """``h' = f(gates)``, where the gates are the sum of the contributions of the input and of h."""
 
     states = 1
-    kept: tuple[int, ...] = ()  # columns of what the backward pass reads beside the result, as multiples of those of h
+    kept: tuple[int, ...] = ()  # columns that the backward pass reads beside the result, as multiples of those of h
 
     def __init__(self, activation: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.activation, self.gradient = activation, gradient
 
     def forward(self, rows: Tensor, of_hidden: Tensor, state: State) -> tuple[State, State]:
-        """The next state, and what is kept."""
+        """The next state, and the tensors to keep."""
         return (self.activation(of_hidden.add_(rows)),), ()
 
     def backward(self, gradients: State, state: State, result: Tensor, kept: State) -> _Gradients:
@@ -137,7 +137,7 @@ def _backward(
     gradients: Sequence[Tensor], given: Sequence[bool], wanted: Sequence[bool], result: Tensor, kept: Sequence[Tensor],
     data: Tensor, hidden: Sequence[Tensor], weights: Sequence[Tensor], kind: str, sizes: Sequence[int], reverse: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of those of ``data, *hidden, *weights`` that are ``wanted``, from those of the results that got one."""
+    """The gradients of those of ``data, *hidden, *weights`` that are ``wanted``, from those of the results."""
     cell, terms = _CELLS[kind], iter(gradients)
     with torch.no_grad():
         arrived, *of_last = (next(terms) if is_given else None for is_given in given)
@@ -177,7 +177,8 @@ def _add(sums: list[Tensor | None], place: int, term: Tensor) -> None:
 def _before(
     result: Tensor, kept: Sequence[Tensor], hidden: Sequence[Tensor], kind: str, sizes: Sequence[int], reverse: bool
 ) -> Iterator[tuple[int, int, bool, State]]:
-    """For each step its first row, its size, whether that is the size of the step before, and the state that it begins with."""
+    """For each step: its first row, its size, whether the step before has the same size, and the state with which it
+    begins."""
     states = (result, kept[1]) if kind == "lstm" else (result,)
     start_before, size_before = 0, 0
     for start, size in _steps(sizes, reverse):

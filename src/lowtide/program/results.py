@@ -1,9 +1,10 @@
-"""Forms a model's results from the outputs of its program.
+"""Make a model's results from the outputs of its program.
 
-Every result is an output of its own, so that its gradient arrives by itself, and the program sums those that arrive at several
-views of one tensor where eager's engine does. Autograd sees what it sees in eager, too: a result that is a view is one of an
-output, so that a write into it reaches the others. That is settled here and not by the tracer, since it must not depend on
-which of the results a gradient is expected for: a call may go on in a program for others.
+Each result is an output of its own, so that its gradient arrives separately. The program sums the gradients that arrive
+at several views of one tensor, where eager's engine does. Autograd also sees the same as in eager: a result that is a
+view is a view of an output, so that a write into it reaches the others. This is decided here and not by the tracer,
+because it must not depend on which results a gradient is expected for: a call may continue in a program for other
+gradients.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch.autograd.function import BackwardCFunction
 
 from lowtide.program.layouts import memory_of
 
-# Per tensor of the result: no gradient (False), one in the layout of the tensor (True), or one with these strides.
+# For each tensor of the result: no gradient (False), one with the tensor's layout (True), or one with these strides.
 GradientMask = tuple[bool | tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A layout in the storage of another tensor, from where that begins; stride and offset in elements of its own ``dtype``.
-    ``conjugate`` and ``negative``: its numbers are read so, where those of the other tensor are not."""
+    """A layout in the storage of another tensor, relative to where that begins. Stride and offset are in elements of
+    ``dtype``. ``conjugate``, ``negative``: whether numbers are read so where those of the other tensor are not."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -41,7 +42,7 @@ class View:
         return cls(tuple(tensor.shape), tuple(tensor.stride()), offset, tensor.dtype, conjugate, negative)
 
     def on(self, source: torch.Tensor) -> torch.Tensor:
-        """The view of ``source``, which may be complex where this is of its parts, and the other way round."""
+        """The view of ``source``. One of the two may be complex and the other its real and imaginary parts."""
         tensor = self._laid_out(source)
         tensor = torch.conj(tensor) if self.conjugate else tensor
         return torch._neg_view(tensor) if self.negative else tensor
@@ -57,7 +58,8 @@ class View:
 
 
 def _start(source: torch.Tensor, dtype: torch.dtype) -> int:
-    """Where ``source`` begins in its storage, in elements of ``dtype``: its own, or its parts', or of which it is the parts."""
+    """The position in its storage at which ``source`` begins, in elements of ``dtype`` (its own type, or the real or
+    complex counterpart)."""
     begins = int(source.storage_offset())
     if dtype == source.dtype:
         return begins
@@ -68,9 +70,9 @@ def _start(source: torch.Tensor, dtype: torch.dtype) -> int:
 class Result:
     """One tensor of the model's result.
 
-    ``returned``: its position among the graph's forward outputs, unless it is the flat input ``argument``, or a view of that
-    without a gradient. ``view`` is there where it is one, of that input or of the forward output ``base``. ``requires_grad`` as
-    in eager.
+    ``returned``: its position among the graph's forward outputs, unless it is the flat input ``argument``, or a view of
+    that without a gradient. ``view``: set if it is a view of that input, or of the forward output ``base``.
+    ``requires_grad``: as in eager.
     """
 
     requires_grad: bool
@@ -80,8 +82,8 @@ class Result:
     view: View | None = None
 
     def form(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """It, from what the program returned and from its flat inputs."""
-        if self.returned is not None:  # several without a gradient may be there
+        """The result, made from the program's outputs and flat inputs."""
+        if self.returned is not None:  # several results without a gradient may share an output
             tensor = outputs[self.returned]
             return tensor if self.requires_grad else tensor.detach()
         source = inputs[self.argument or 0]
@@ -102,7 +104,7 @@ def with_views(
 
 
 class Viewed(NamedTuple):
-    """What a result is a view of: the result, or else the input, of that number; and how."""
+    """What a result is a view of (the ``result`` with this number, or else the input), and how."""
 
     result: int | None = None
     argument: int | None = None
@@ -112,10 +114,10 @@ class Viewed(NamedTuple):
 def outputs_of(
     results: Sequence[torch.Tensor], mask: GradientMask, inputs: Sequence[torch.Tensor]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[Viewed, ...]]:
-    """What a traced model returns, a tensor per result, and of what each of these is a view.
+    """What a traced model returns, one tensor per result, and what each of these is a view of.
 
-    ``results``: with the ``bases`` of others. ``inputs``: all that the model was given. Results that are among them, or view
-    one without a gradient, are outputs that share its memory.
+    ``results``: including the ``bases`` of others. ``inputs``: everything that the model was given. Results that are
+    inputs, or views of inputs without a gradient, are outputs that share their memory.
     """
     given = {memory_of(tensor): number for number, tensor in enumerate(inputs)}
     sharing = collections.Counter([*given, *map(memory_of, results)])
@@ -154,8 +156,8 @@ def _argument(result: torch.Tensor, inputs: Sequence[torch.Tensor], given: Mappi
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What it is a view of, where a gradient passes from the one to the other as through a view, or its numbers are read
-    otherwise: all other views without a gradient are views in the program."""
+    """The tensor that this one is a view of, if a gradient passes between them as through a view, or if its numbers are
+    read otherwise. All other views without a gradient are views in the program."""
     base = tensor._base
     if base is None:
         return None
@@ -166,14 +168,15 @@ def _base(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_of_function(tensor: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether the gradient passes through a ``torch.autograd.Function`` on its way to ``source``, which it is a view of."""
+    """Whether the gradient passes through a ``torch.autograd.Function`` on its way to ``source``, the base of the
+    view."""
     between = set() if tensor is source else below([tensor], below([source]))
     return any(isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction" for node in between)
 
 
 def _apart(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Tensor:
-    """The same for the program (``capture.convert``), but for the tracer in memory of its own, as its gradient is: by default
-    without the gaps of a view."""
+    """The same tensor for the program (``capture.convert``), but for the tracer in memory of its own, like its
+    gradient: by default without the gaps of a view."""
     copy = torch.ops.aten.alias_copy.default(tensor)
     dense = tuple(torch.empty_like(tensor).stride())
     return _expecting(copy, dense if entry is True and dense != copy.stride() else entry)
@@ -186,10 +189,10 @@ def _expecting(tensor: torch.Tensor, entry: bool | tuple[int, ...]) -> torch.Ten
         return tensor
 
     def arriving(gradient: torch.Tensor) -> torch.Tensor:
-        plain = gradient.conj() if gradient.is_conj() else gradient  # the tangent itself to ``capture.convert``
+        plain = gradient.conj() if gradient.is_conj() else gradient  # ``capture.convert`` takes it for the tangent
         return plain if entry is True else plain.as_strided(plain.shape, entry)
 
-    # A layer of its own, so that the hook sees just the gradient that arrives from outside.
+    # A separate node, so that the hook sees only the gradient that arrives from outside.
     result: torch.Tensor = torch.ops.aten.alias.default(tensor)
     result.register_hook(arriving)  # type: ignore[no-untyped-call]
     return result

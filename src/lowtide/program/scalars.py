@@ -1,9 +1,9 @@
-"""Numbers among the arguments of a program's operators that are other ones in every call: what Python code computes of a number
-that changes between calls, an annealed weight say.
+"""Numbers among operators' arguments that differ from call to call: what Python code computes from a number that
+changes between calls (an annealed weight, say).
 
-In ``Call`` such an argument is an ordinary number, as it was in the call that was captured, which also knows how it follows
-from the changing one. Where a program has any, a call brings the changing numbers behind its flat inputs, each as a tensor of
-one element.
+In ``Call``, such an argument is an ordinary number: its value in the captured call, which also knows how it follows
+from the changing number. If a program has any, a call passes the changing numbers after its flat inputs, each as a
+tensor of one element.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 
 from lowtide.program.program import Call, Program, TensorMeta
 
-NUMBERS = (int, float)  # that operators take
-# That may change: operators take those of NumPy as Python's.
+NUMBERS = (int, float)  # types that operators take
+# Types that may change. Operators treat NumPy's numbers as Python's.
 CHANGING = (*NUMBERS, np.float64, np.float32, np.int64)
 _WHOLE = (int, np.integer)
 
 
 class Operation(NamedTuple):
-    """An operator between a number and another one, the latter on the left where ``reflected``; or a function of the number
+    """An operator between a number and another one (on the left if ``reflected``), or a function of the number
     alone."""
 
     function: Callable[..., Any]
@@ -49,7 +49,8 @@ def result_of(operations: Iterable[Operation], value: Any) -> Any:
 
 
 class Source(NamedTuple):
-    """How a scalar follows from the ``number``-th of a call's changing numbers, or from one of a tensor (``program.items``)."""
+    """How a scalar follows from a call's changing number ``number``, or from a number of a tensor
+    (``program.items``)."""
 
     number: Any
     operations: Operations
@@ -60,7 +61,7 @@ class FloatScalar(float):
 
     source: Source
 
-    def __repr__(self) -> str:  # the same whatever it is in this call
+    def __repr__(self) -> str:  # independent of the value in this call
         return repr(self.source)
 
 
@@ -78,8 +79,8 @@ _KINDS: dict[type, type] = {float: FloatScalar, int: IntScalar}
 
 
 class Taken(NamedTuple):
-    """That an operator took what ``source`` says: ``value`` in the call, and ``shown`` while it was traced. ``placed``: as a
-    place in a tensor."""
+    """Records that an operator took the number that ``source`` describes: its ``value`` in the call, and the value
+    ``shown`` while tracing. ``placed``: as a position in a tensor."""
 
     source: Source
     value: Any
@@ -93,7 +94,7 @@ def can_be_input(number: Any) -> bool:
 
 
 def plain_kind(kind: type) -> type:
-    """What operators take a number of this kind as."""
+    """The type that operators see for a number of this type."""
     return int if issubclass(kind, _WHOLE) else float
 
 
@@ -103,8 +104,8 @@ def as_tensor(number: Any) -> torch.Tensor:
 
 
 def with_scalars(shown: Program, plain: Program, taken: Sequence[Taken]) -> Program | None:
-    """``plain``, with scalars where ``shown``, the same call traced with other numbers, has another number that follows from
-    what was ``taken``. ``None`` where the two differ otherwise."""
+    """``plain`` with scalars wherever ``shown``, the same call traced with other numbers, has another number that
+    follows from one that was ``taken``. ``None`` if the two differ otherwise."""
     calls = _matched(shown, plain, lambda one, other: _call(one, other, taken))
     if calls is None:
         return None
@@ -113,20 +114,20 @@ def with_scalars(shown: Program, plain: Program, taken: Sequence[Taken]) -> Prog
 
 
 def _placed_alike(shown: Program, plain: Program) -> tuple[TensorMeta, ...]:
-    """The layouts of the former, as far as they are not where in its memory a value begins: numbers may say that."""
+    """The layouts of ``shown``, without the positions at which values begin in memory, which may depend on numbers."""
     pairs = zip(shown.metas, plain.metas, strict=False)
     return tuple(replace(one, storage_offset=other.storage_offset) for one, other in pairs)
 
 
 def with_scalars_of(like: Program, program: Program, numbers: Sequence[Any]) -> Program | None:
-    """``program`` with the scalars of another one of the same operators; ``numbers``: the changing ones as it was traced with
-    them. ``None`` where that has others in their places."""
+    """``program`` with the scalars of ``like``, another program of the same operators. ``numbers``: the changing
+    numbers with which ``program`` was traced. ``None`` if it has others in their places."""
     calls = _matched(like, program, lambda old, call: _like(old, call, numbers))
     return None if calls is None else replace(program, calls=calls)
 
 
 def _matched(one: Program, other: Program, match: Callable[[Call, Call], Call]) -> tuple[Call, ...] | None:
-    """What their calls, of each the one with that of the other, are made to; ``None`` where two do not match."""
+    """The calls that ``match`` makes from each pair of calls of the two programs; ``None`` if a pair does not match."""
     if len(one.calls) != len(other.calls):
         return None
     try:
@@ -154,12 +155,12 @@ def _taken_over(old: Any, argument: Any, numbers: Sequence[Any]) -> Any:
 
 
 def _is_sequence(argument: Any) -> bool:
-    """Whether it is a list or a tuple: those of torch.fx are of classes of their own."""
+    """Whether the argument is a list or tuple; torch.fx has its own classes of these."""
     return isinstance(argument, (tuple, list)) and not hasattr(argument, "_fields")
 
 
 class _UnexplainedError(Exception):
-    """Two traces differ in a way that no changing number explains."""
+    """Raised if two traces differ in a way that no changing number explains."""
 
 
 def _call(shown: Call, plain: Call, taken: Sequence[Taken]) -> Call:
@@ -179,7 +180,7 @@ def _argument(shown: Any, plain: Any, taken: Sequence[Taken]) -> Any:
             return {key: _argument(shown.get(key), value, taken) for key, value in plain.items()}
         return type(plain)(_argument(one, other, taken) for one, other in zip(shown, plain, strict=True))
     if type(plain) not in NUMBERS or repr(shown) == repr(plain):
-        return plain  # anything else is compared with the rest of the program
+        return plain  # everything else is compared with the rest of the program
     source = next(_explaining(taken, shown, plain), None)
     if source is None:
         raise _UnexplainedError
@@ -187,7 +188,7 @@ def _argument(shown: Any, plain: Any, taken: Sequence[Taken]) -> Any:
 
 
 def _explaining(taken: Sequence[Taken], shown: Any, plain: Any) -> Iterator[Source]:
-    """From what both numbers may follow: first as they are."""
+    """The sources from which both numbers may follow; unchanged numbers first."""
     yield from (one.source for one in taken if repr((one.shown, one.value)) == repr((shown, plain)))
     others = (one for one in taken if not one.placed)
     yield from (found for one in others for found in _sources(one, shown) if _is(found, one, shown, plain))
@@ -200,7 +201,7 @@ def _scalar(number: Any, source: Source) -> Any:
 
 
 def _is(source: Source, one: Taken, shown: Any, plain: Any) -> bool:
-    """Whether operations after what was taken make both numbers."""
+    """Whether the operations of ``source``, applied to what was taken, give both numbers."""
     more = source.operations[len(one.source.operations) :]
     try:
         made = result_of(more, one.value), result_of(more, one.shown)
@@ -210,8 +211,8 @@ def _is(source: Source, one: Taken, shown: Any, plain: Any) -> bool:
 
 
 def _sources(one: Taken, shown: Any) -> Iterator[Source]:
-    """How a number may follow from what an operator took: as it is, or as operators compute others of theirs (the share that
-    dropout keeps, the exponent of a derivative, the logarithm of a base)."""
+    """How a number may follow from one that an operator took: unchanged, or as operators compute others from it (the
+    share that dropout keeps, the exponent of a derivative, the logarithm of a base)."""
     for more in (*_DERIVED, *_by_whole_numbers(one.shown, shown)):
         yield Source(one.source.number, (*one.source.operations, *more))
 
@@ -230,7 +231,7 @@ _DERIVED: tuple[Operations, ...] = (
 
 
 def _by_whole_numbers(taken: Any, shown: Any) -> Iterator[Operations]:
-    """Divided by a number of classes, or times one."""
+    """The number divided by a number of classes, or multiplied by one."""
     for function, ratio in ((operator.truediv, (taken, shown)), (operator.mul, (shown, taken))):
         try:
             number = round(ratio[0] / ratio[1])

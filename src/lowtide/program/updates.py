@@ -1,17 +1,19 @@
-"""Parameters that their optimizer updates inside of the backward pass, as soon as their gradients are final.
+"""Parameters that their optimizer updates inside the backward pass, as soon as their gradients are final.
 
-Each such gradient is no result of the program any more: a ``lowtide.optimizer`` operator reads it and its parameter, writes
-the parameter, and the gradient dies there. It stands in the program after the last operator that touches the gradient, and
-after the last that may need the parameter as it was: one that reads it, or what forward operators compute again from it.
-Backward operators are computed again from parameters, too (the gradient of a matrix product reads the other matrix); those
-whose results outlive the update of one that they go back to run ``once``. So no order-preserving schedule can read a parameter
-too late, whatever it recomputes: planners need no rule for it, and the checker has its own.
+Such a gradient is no longer a result of the program. A ``lowtide.optimizer`` operator reads the gradient and the
+parameter, and writes the parameter; then the gradient is freed. The operator stands after the last operator that
+touches the gradient, and after the last one that may need the old parameter: operators that read it, or that read what
+forward operators compute again from it. Backward operators are computed again from parameters too (the gradient of a
+matrix product reads the other matrix); if their results are needed after the update of a parameter that they depend on,
+they run ``once``. So no order-preserving schedule can read a parameter too late, whatever it recomputes. Planners need
+no rule for this; the checker has one of its own.
 
-The state that an optimizer keeps for a parameter may lie in a second memory. Then a ``lowtide.fetch_state`` operator, which
-needs nothing of the program and may begin early, brings it as one storage, the update reads and writes that as well, and a
+The optimizer's state for a parameter may lie in a second memory. Then a ``lowtide.fetch_state`` operator, which needs
+nothing of the program and may begin early, brings it as one storage. The update reads and writes it, and a
 ``lowtide.store_state`` operator takes it back. Both are ``collective``: they run beside computing, one after the other.
 
-Gradients that something needs all of may go there themselves: a ``lowtide.send_gradient`` operator reads one, which dies there.
+Gradients that something needs all together can go there themselves: a ``lowtide.send_gradient`` operator reads one, and
+then it is freed.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ Step = Callable[..., Any]
 
 
 class StateMoves(NamedTuple):
-    """``fetch(parameter)`` returns the state of a parameter, of so many ``bytes``, from the second memory, and ``store(state)``
-    takes it back there."""
+    """``fetch(parameter)`` returns the state of a parameter (``bytes``) from the second memory; ``store(state)`` takes
+    it back."""
 
     fetch: Callable[[torch.Tensor], Any]
     store: Callable[[Any], None]
@@ -43,9 +45,9 @@ class StateMoves(NamedTuple):
 
 
 def with_updates(program: Program, steps: Mapping[int, Step], moves: Mapping[int, StateMoves] | None = None) -> Program:
-    """``program`` in which ``steps[position]`` updates the parameter that is the flat input ``position``, for those of them
-    that have a gradient. A gradient that leaves in terms, or of what the program does not read, stays as it is. The states of
-    parameters in ``moves`` are fetched for it and stored."""
+    """``program`` in which ``steps[position]`` updates the parameter that is flat input ``position``, if it has a
+    gradient. Gradients that leave as separate terms, or of parameters that the program does not read, stay as they
+    are. The states of parameters in ``moves`` are fetched and stored."""
     positions = [position for position, _ in program.gradients]
     chosen = {
         position: value
@@ -62,8 +64,9 @@ def with_updates(program: Program, steps: Mapping[int, Step], moves: Mapping[int
 
 
 def with_departures(program: Program, positions: Collection[int], send: Step, least_bytes: int) -> Program:
-    """``program`` in which gradients of the inputs ``positions`` leave by ``send(gradient, parameter)`` as soon as they are
-    final: those of ``least_bytes`` that are laid out as their parameter and share memory with no other result."""
+    """``program`` in which gradients of the inputs ``positions`` leave by ``send(gradient, parameter)`` as soon as they
+    are final: those of at least ``least_bytes`` that have the layout of their parameter and share memory with no
+    other result."""
     graph = program.graph
     storages = Counter(graph.values[value].storage for value in (*graph.outputs, *graph.forward_outputs))
     touched, positions_of = _touched(graph), [position for position, _ in program.gradients]
@@ -88,7 +91,7 @@ def with_departures(program: Program, positions: Collection[int], send: Step, le
 
 
 def _without(program: Program, chosen: Mapping[int, int]) -> Program:
-    """``program``, of whose results the gradients ``chosen``, by position, are none any more."""
+    """``program`` without the ``chosen`` gradients (by position) among its results."""
     gone = set(chosen.values())
     graph = replace(program.graph, outputs=tuple(value for value in program.graph.outputs if value not in gone))
     gradients = tuple(pair for pair in program.gradients if pair[0] not in chosen)
@@ -96,7 +99,7 @@ def _without(program: Program, chosen: Mapping[int, int]) -> Program:
 
 
 def _touched(graph: Graph) -> dict[int, int]:
-    """By storage, the last operator that reads or makes a value in it."""
+    """By storage, the last operator that reads a value in it, or makes one."""
     return {graph.values[value].storage: op.id for op in graph.ops for value in (*op.inputs, *op.outputs)}
 
 
@@ -117,8 +120,8 @@ def _places(graph: Graph, bits: Mapping[int, int], chosen: Mapping[int, int]) ->
 def _once(
     graph: Graph, bits: Mapping[int, int], places: Mapping[int, int], chosen: Mapping[int, int]
 ) -> frozenset[int]:
-    """The backward operators that must not run again: their results are needed after an update of what they go back to. Times
-    are pairs: an operator, and after it the parameter that is updated."""
+    """The backward operators that must not run again: their results are needed after the update of a parameter that
+    they depend on. Times are pairs: an operator, and the parameter that is updated after it."""
     last_use: dict[int, tuple[int, int]] = {}
     for op in graph.ops:
         last_use.update((graph.values[value].storage, (op.id, -1)) for value in op.inputs)
@@ -140,7 +143,7 @@ def _once(
 
 
 def _read_again(graph: Graph, bits: Mapping[int, int], once: frozenset[int]) -> dict[int, int]:
-    """By storage, the parameters (a bit each) that are read when what it holds is computed again."""
+    """By storage, the parameters (as bits) that are read when its content is computed again."""
     reaching = dict(bits)
     for op in graph.ops:
         if op.id not in once:
@@ -149,7 +152,8 @@ def _read_again(graph: Graph, bits: Mapping[int, int], once: frozenset[int]) -> 
 
 
 def _reach(graph: Graph, op: Op, mask: int, reaching: dict[int, int]) -> None:
-    """``op`` is computed again from the parameters in ``mask``: so are its results, but for what the caller keeps alive."""
+    """Record that computing ``op`` again reads the parameters in ``mask``; so does computing its results again, except
+    those that the caller keeps alive."""
     if not op.recomputable:
         return
     handed = {graph.values[value].storage for value in graph.forward_outputs}
@@ -198,7 +202,8 @@ def _inserted(
 
 
 def _moved(program: Program, update: Insertion, moves: StateMoves) -> tuple[Program, tuple[Insertion, ...]]:
-    """The update of a parameter whose state is fetched and stored, as values of one storage: before it and after it."""
+    """The update of a parameter whose state is fetched and stored. The state is one storage with a value before and
+    after the update."""
     graph, op, call = program.graph, update.op, update.call
     parameter, storage, before = op.inputs[0], len(graph.storages), len(graph.values)
     after, name = before + 1, op.name.replace("update of", "state of")
