@@ -1,4 +1,4 @@
-"""What a clock of Python's says, as the result of an operator: planned calls ask it where eager does."""
+"""Readings of Python's clocks as results of operators, so that planned calls read them where eager does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 NAMESPACE = "lowtide_clocks"
 _SECONDS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
-NAMES = (*_SECONDS, *(f"{name}_ns" for name in _SECONDS))  # these in whole numbers
+NAMES = (*_SECONDS, *(f"{name}_ns" for name in _SECONDS))  # the latter give whole numbers
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("ask(str name) -> Tensor")  # type: ignore[no-untyped-call]
 

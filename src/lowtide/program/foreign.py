@@ -1,4 +1,5 @@
-"""Operators that others registered with ``torch.library``: which they are, what they declare, and how to run them unseen."""
+"""Operators that other libraries registered with ``torch.library``: which these are, what they declare, and how to run
+them without a trace."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from lowtide.program.running_statistics import NAMESPACE as STATISTICS
 from lowtide.program.value_gradients import NAMESPACE as VALUE_GRADIENTS
 
 CHECKS = "lowtide_checks"
-_OWN = {  # namespaces of PyTorch itself, and ours
+_OWN = {  # namespaces of PyTorch and of this project
     *("aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "symm_mem", "fsdp", CHECKS),
     *("_c10d_functional_autograd", "_dtensor", RECURRENT, STATISTICS, VALUE_GRADIENTS),
     *("higher_order", "inductor", "mkldnn", "mkldnn_prepacked", "profiler", "quantized"),
 }
-# By operator: a context after which what its implementation can reach is as it was. Kept by whoever looked into it.
+# By operator: a context that restores what its implementation can reach. Set by whoever has inspected it.
 KEEPING: dict[torch._ops.OpOverload, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
 
 
@@ -30,7 +31,8 @@ def is_foreign(target: Any) -> bool:
 
 
 def declares_effect(target: Any) -> bool:
-    """Whether something happens beside what its schema tells: it says so, or else there would be nothing that it does."""
+    """Whether an operator does something beyond its schema: it declares an effect, or otherwise it would do nothing at
+    all."""
     if not is_foreign(target):
         return False
     registered = getattr(effects, "_get_effect", lambda _: None)(target)
@@ -39,8 +41,8 @@ def declares_effect(target: Any) -> bool:
 
 @contextlib.contextmanager
 def unseen(target: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a foreign operator may be run to learn of it: Python's and NumPy's generators, and what is known of the state
-    behind it, are afterwards as before. Of other targets nothing is expected."""
+    """A context in which a foreign operator may be run to learn about it. Afterwards Python's and NumPy's generators,
+    and what is known of the state behind the operator, are as before. For other targets it does nothing."""
     if not is_foreign(target):
         yield
         return

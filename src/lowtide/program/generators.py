@@ -1,4 +1,4 @@
-"""PyTorch's own random generators, by device, and operators that draw from them once more."""
+"""PyTorch's random generators by device, and operators that draw the same numbers again."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from lowtide.errors import ExecutionError
 from lowtide.program import targets
 
 SavedState = tuple[torch.Generator, bytes]
-_GENERATOR = ("generator", "Optional[Generator]")  # an argument, as schemas tell of it
+_GENERATOR = ("generator", "Optional[Generator]")  # name and type of the argument in schemas
 _PROBE, _PROBED = torch.empty((), dtype=torch.int64, device="cpu"), threading.Lock()
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The one that operators on the device draw from; without an index, on the current one."""
+    """The generator from which operators on the device draw; without an index, that of the current device."""
     return interface_of(device).generator()
 
 
 @contextlib.contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """The device's generator is afterwards as before. Unlike ``torch.random.fork_rng`` this calls nothing that users call."""
+    """A context that leaves the device's generator as it was. Unlike ``torch.random.fork_rng`` it calls no public
+    functions."""
     generator = default_generator(device)
     state = generator.get_state()
     try:
@@ -38,7 +39,7 @@ def kept(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_kept() -> Iterator[None]:
-    """The same of the CPU's and, once the process uses it, of all devices of its accelerator."""
+    """The same for the CPU's generator and, once the process uses the accelerator, for those of all its devices."""
     used = [] if accelerator_in_use() is None else accelerators()
     with contextlib.ExitStack() as stack:
         for device in (torch.device("cpu"), *(each.device for each in used)):
@@ -47,19 +48,20 @@ def all_kept() -> Iterator[None]:
 
 
 def saved(generator: torch.Generator) -> SavedState:
-    """The generator and its state, outside PyTorch's allocator, so that it does not count towards a budget."""
+    """The generator and its state. The state lies outside PyTorch's allocator, so it does not count toward a budget."""
     return generator, generator.get_state().numpy().tobytes()
 
 
 def put_back(state: SavedState | None) -> None:
-    """The generator draws as it did from the saved state."""
+    """Set the generator to the saved state."""
     if state is not None:
         _restore(*state)
 
 
 @contextlib.contextmanager
 def replayed(state: SavedState | None) -> Iterator[None]:
-    """The generator draws as it did from the saved state, and goes on afterwards as if nothing had been drawn."""
+    """A context in which the generator starts from the saved state. Afterwards it continues as if nothing had been
+    drawn."""
     if state is None:
         yield
         return
@@ -76,23 +78,23 @@ def _restore(generator: torch.Generator, state: bytes) -> None:
 
 
 class Draw:
-    """Where a generator stands before a random operator, so that the operator can draw the same again."""
+    """The state of a generator before a random operator, so that the operator can draw the same again."""
 
     __slots__ = ("_after", "_generator", "_there")
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
-        self._there = generator.clone_state()  # a state as a tensor would count for a moment
+        self._there = generator.clone_state()  # a state tensor would count as memory
         self._after: Any = None
 
     def drawn(self) -> None:
-        """The operator has run, and is to draw ``again``: note where the generator stands now."""
+        """Called after the operator has run, if it is to draw ``again``: record the state of the generator now."""
         self._after = _place(self._generator)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[torch.Generator]:
-        """A generator of its own that stands where the other one stood. Other threads may draw and seed meanwhile. Raises
-        ``ExecutionError`` where the operator does not leave it where it left the other one at first."""
+        """A new generator in the recorded state. Other threads may draw and seed meanwhile. Raises ``ExecutionError``
+        if the operator does not leave it in the same state as the first time."""
         own = self._there.clone_state()
         yield own
         if self._after is not None and self._after != _place(own):
@@ -103,24 +105,25 @@ class Draw:
             )
 
     def replayed(self) -> contextlib.AbstractContextManager[None]:
-        """For operators that take no generator: PyTorch's own stands where it stood. No other thread may draw or seed."""
+        """A context for operators that take no generator: PyTorch's own is in the recorded state. No other thread may
+        draw or seed."""
         return replayed((self._generator, saved(self._there)[1]))
 
 
 def _place(generator: torch.Generator) -> Any:
-    """Equal for generators of one device that stand at the same place. Takes no memory of the device: of the CPU's, the number
-    that would be drawn next."""
+    """A key that is equal for generators of one device in the same state. It takes no device memory; for the CPU, it is
+    the next number to be drawn."""
     if generator.device.type != "cpu":
         return generator.get_state().numpy().tobytes()
     ahead = generator.clone_state()
-    with _PROBED, no_dispatch():  # it is nobody's operator
+    with _PROBED, no_dispatch():  # not an operator of the program
         return int(_PROBE.random_(generator=ahead).item())
 
 
 @functools.cache
 def form_with_generator(target: Callable[..., Any], given: int) -> Callable[..., Any] | None:
-    """The form of a random operator that takes a keyword ``generator`` beside ``given`` arguments without names; ``None`` where
-    there is none."""
+    """The form of a random operator that takes a keyword ``generator`` beside ``given`` positional arguments; ``None``
+    if there is none."""
     if target is targets.bernoulli:
         return target
     if not isinstance(target, torch._ops.OpOverload):

@@ -1,4 +1,4 @@
-"""Operators added to a program that was captured: updates of parameters, collectives of sharded ones."""
+"""Operators added to a captured program: updates of parameters, collectives of sharded ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lowtide.program.program import Call, Program
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """``op`` and its call, to stand behind operator ``after`` (-1: before all), with whatever id. ``owned``: the storages that
-    it allocates. Its outputs are values of the program already."""
+    """``op`` and its call, to be inserted after operator ``after`` (-1: before all). Its id does not matter. ``owned``:
+    the storages that it allocates. Its outputs are already values of the program."""
 
     after: int
     op: Op
@@ -21,8 +21,8 @@ class Insertion:
 
 
 def inserted(program: Program, insertions: Iterable[Insertion], once: Collection[int] = ()) -> Program:
-    """The program with these operators, those behind the same one in the given order, and all numbered anew. Of the others,
-    those in ``once`` must not run again."""
+    """The program with these operators, those after the same operator in the given order, all with new ids. Of the
+    former operators, those in ``once`` must not run again."""
     graph = program.graph
     following: dict[int, list[Insertion]] = {}
     for each in insertions:

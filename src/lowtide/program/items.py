@@ -1,8 +1,8 @@
-"""Numbers that a forward pass reads of tensors that it has computed (``x.max().item()``), where it returns them or operators
-take them.
+"""Numbers that a forward pass reads from computed tensors (``x.max().item()``) and that it returns, or that operators
+take.
 
-A read makes a tensor of one element, which holds the number for as long as somebody needs it. An operator that takes the
-number, or what Python code computes of it, reads that tensor as well, behind its own arguments.
+A read makes a tensor of one element, which holds the number as long as it is needed. An operator that takes the number,
+or a number that Python code computes from it, also reads that tensor, after its own arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide.program.scalars import SCALARS, FloatScalar, IntScalar, Operations,
 
 
 class TensorNumber(NamedTuple):
-    """The number of a tensor: the ``place``-th that the forward pass reads."""
+    """The number that the forward pass reads from a tensor, the ``place``-th that it reads."""
 
     place: int
 
@@ -31,7 +31,7 @@ _KINDS: dict[type, type] = {FloatScalar: float, IntScalar: int}
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What operations make of the number of a tensor with one element."""
+    """What operations make of the number of a one-element tensor."""
 
     operations: Operations = ()
 
@@ -41,8 +41,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Among the arguments of an operator: where a number goes, of the ``behind``-th tensor behind them. ``shown``: one that it
-    might be."""
+    """A place among an operator's arguments for the number of the tensor ``behind`` them (by position). ``shown``: a
+    value that the number may have."""
 
     behind: int
     item: Item
@@ -51,7 +51,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class TakingItems:
-    """An operator with the numbers of the last ``count`` of its arguments in their places."""
+    """An operator with the numbers of the last ``count`` arguments put in their places."""
 
     target: Callable[..., Any]
     count: int
@@ -65,7 +65,7 @@ class TakingItems:
         return self._called(args, kwargs, lambda place: place.item(tensors[place.behind]))
 
     def rehearsal(self) -> Callable[..., Any]:
-        """What takes as long, with numbers of which Python code can compute what it does."""
+        """A call that takes as long, with numbers that are valid for Python's computations."""
         return lambda *args, **kwargs: self._called(args, kwargs, lambda place: place.shown)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], number: Callable[[_Place], Any]) -> Any:
@@ -73,13 +73,14 @@ class TakingItems:
         return self.target(*own, **kwargs)
 
 
-@functools.cache  # one for each, as operators are compared by identity
+@functools.cache  # one object for each, since operators are compared by identity
 def taking_items(target: Callable[..., Any], count: int) -> TakingItems:
     return TakingItems(target, count)
 
 
 def with_items(program: Program) -> Program:
-    """The program in which operators that take the number of a tensor read that, in the place of the one in the trace."""
+    """The program in which operators that take the number of a tensor read the tensor instead of the number in the
+    trace."""
     made = {
         call.args[1]: op.outputs[0]
         for op, call in zip(program.graph.ops, program.calls, strict=True)
@@ -94,7 +95,7 @@ def with_items(program: Program) -> Program:
 
 
 def _with_places(call: Call, made: dict[int, int]) -> tuple[Call, list[int]]:
-    """The call, and the values whose numbers it takes."""
+    """The call with places for numbers, and the values whose numbers it takes."""
     read: list[int] = []
 
     def place(scalar: Any) -> Any:

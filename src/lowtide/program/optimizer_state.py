@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a model, found by letting it take a step on tensors without memory."""
+"""The state that an optimizer keeps for a model, found by letting it take a step on tensors without memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Make = Callable[[Copies], torch.optim.Optimizer]
 
 
 def named(optimizer: str) -> type[torch.optim.Optimizer]:
-    """The class of ``torch.optim`` of this name, in any case. Raises ``PlanError`` where there is none."""
+    """The class of ``torch.optim`` with this name, in any case. Raises ``PlanError`` if there is none."""
     classes = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
@@ -34,7 +34,7 @@ def named(optimizer: str) -> type[torch.optim.Optimizer]:
 
 
 def each_of(optimizer: Optimizer) -> list[One]:
-    """The optimizers of a sequence, or the one. Raises ``PlanError`` where a sequence has none."""
+    """The optimizers of a sequence, or the single one. Raises ``PlanError`` for an empty sequence."""
     if not isinstance(optimizer, (list, tuple)):
         return [optimizer]  # type: ignore[list-item]
     if not optimizer:
@@ -43,11 +43,12 @@ def each_of(optimizer: Optimizer) -> list[One]:
 
 
 def optimizer_state_bytes(optimizer: Optimizer, model: nn.Module) -> tuple[str, int]:
-    """The optimizer's name, and the bytes of its state once it has taken a step for all parameters of ``model`` that train.
+    """The optimizer's name, and the bytes of its state after a step for all parameters of ``model`` that train.
 
-    ``optimizer``: an optimizer of the model's parameters, which is left as it is, or a sequence of them; a function that makes
-    one of a list of parameters, such as a class; or the name of a class of ``torch.optim``. It steps on the meta device; one
-    that asks for values there, a parameter at a time on the CPU, with zeros. Raises ``PlanError`` where neither goes.
+    ``optimizer``: an optimizer of the model's parameters, which is left as it is, or a sequence of them; a function (a
+    class, say) that makes one from a list of parameters; or the name of a class of ``torch.optim``. It steps on the
+    meta device or, if it needs values, one parameter at a time on the CPU, with zeros. Raises ``PlanError`` if neither
+    works.
     """
     found = [_state_bytes(one, model) for one in each_of(optimizer)]
     return " and ".join(name for name, _ in found), sum(size for _, size in found)
@@ -67,15 +68,15 @@ def _state_bytes(optimizer: One, model: nn.Module) -> tuple[str, int]:
 
 
 def parameters_of(optimizer: One, model: nn.Module) -> list[Tensor]:
-    """Those that the optimizer has; of one that is yet to be made, all of ``model``."""
+    """The parameters of the optimizer; all parameters of ``model`` if it does not exist yet."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [*model.parameters()]
 
 
 def state_sizes(optimizer: One, parameter: Tensor) -> list[int]:
-    """The bytes of each tensor that ``optimizer`` keeps for ``parameter`` once it has taken a step; empty where that cannot be
-    found out."""
+    """The bytes of each tensor that ``optimizer`` keeps for ``parameter`` after a step; empty if they cannot be
+    found."""
     _, make = _maker(optimizer)
     for device in ("meta", "cpu"):
         with contextlib.suppress(Exception):  # whatever an optimizer raises where there are no values
@@ -84,19 +85,21 @@ def state_sizes(optimizer: One, parameter: Tensor) -> list[int]:
 
 
 def optimizer_like(optimizer: One, parameter: Tensor) -> torch.optim.Optimizer:
-    """An optimizer as ``optimizer``, or as it makes them, of something like ``parameter`` on the meta device."""
+    """An optimizer like ``optimizer`` (or made by it) for a copy of ``parameter`` on the meta device."""
     return _maker(optimizer)[1]({parameter: nn.Parameter(torch.empty_like(local_of(parameter), device="meta"))})
 
 
 def for_parameters(optimizer: Optimizer, others: Copies) -> Optimizer:
-    """One like it, or like each, for the ``others`` that its parameters have by now; what makes optimizers, as it is."""
+    """An optimizer like this one, or like each of a sequence, for the ``others`` that its parameters have become. A
+    function that makes optimizers is returned as it is."""
     if isinstance(optimizer, (list, tuple)):
         return [_like(one, others) for one in optimizer]
     return _like(optimizer, others) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
 def _maker(optimizer: One) -> tuple[str, Make]:
-    """Its name, and what makes one like it of copies of its parameters. Raises ``PlanError`` for what is none."""
+    """The optimizer's name, and a function that makes one like it for copies of its parameters. Raises ``PlanError`` if
+    it is not an optimizer."""
     if isinstance(optimizer, str):
         optimizer = named(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -110,10 +113,10 @@ def _maker(optimizer: One) -> tuple[str, Make]:
 
 
 def _stepped(make: Make, parameters: list[Tensor], device: str) -> list[Tensor]:
-    """The state after a step of copies of these parameters."""
+    """The state after a step with copies of these parameters."""
     copies: Copies = {}
     for parameter in parameters:
-        shape = local_of(parameter).shape  # an optimizer keeps its state for the part that this rank has
+        shape = local_of(parameter).shape  # an optimizer keeps state for this rank's part
         copies[parameter] = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
         copies[parameter].grad = torch.zeros_like(copies[parameter]) if parameter.requires_grad else None
     optimizer = make(copies)
@@ -122,15 +125,15 @@ def _stepped(make: Make, parameters: list[Tensor], device: str) -> list[Tensor]:
 
 
 def _like(optimizer: torch.optim.Optimizer, copies: Copies) -> torch.optim.Optimizer:
-    """One of the same class and options for copies of its parameters; with the state only of those that do not train, which
-    some optimizers make beforehand."""
+    """An optimizer of the same class and options for copies of its parameters. It has state only for those that do not
+    train, which some optimizers make beforehand."""
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
-    other.__dict__.pop("step", None)  # a scheduler wraps that of the optimizer itself
+    other.__dict__.pop("step", None)  # a scheduler wraps the original optimizer's method
     other.state = defaultdict(
         dict, {copies[one]: dict(optimizer.state[one]) for one in copies if _is_idle(optimizer, one)}
     )
-    if isinstance(optimizer, torch.optim.Adagrad):  # before PyTorch 2.13 it makes its states when it is made
+    if isinstance(optimizer, torch.optim.Adagrad):  # before PyTorch 2.13, Adagrad made its state at once
         for copied in copies.values():
             other.state.setdefault(copied, {"step": torch.tensor(0.0), "sum": torch.zeros_like(copied)})
     chosen = [[copies[one] for one in group["params"] if one in copies] for group in optimizer.param_groups]

@@ -1,4 +1,5 @@
-"""How precisely the process multiplies 32-bit floats, in PyTorch's old words or in its new ones (``fp32_precision``)."""
+"""How precisely the process multiplies 32-bit floats, by PyTorch's old flags or by the new ones
+(``fp32_precision``)."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import torch
 
 
 def tf32(flags: Any) -> Any:
-    """The flag of old of a backend, or the precisions that stand for it: PyTorch refuses to answer for the one where the others
-    were set."""
+    """The old flag of a backend, or the new settings that replace it: PyTorch refuses to read the old flag after the
+    new ones were set."""
     try:
         return flags.allow_tf32
     except RuntimeError:
@@ -18,7 +19,7 @@ def tf32(flags: Any) -> Any:
 
 
 def matmul_precision() -> str:
-    """``torch.get_float32_matmul_precision()``, or what stands for it, likewise."""
+    """``torch.get_float32_matmul_precision()``, or the new settings that replace it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

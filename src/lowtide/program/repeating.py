@@ -1,7 +1,7 @@
-"""Which operators repeat their bits when they run again on the same numbers, and where.
+"""Which operators repeat their bits when they run again on the same numbers, and on which devices.
 
-PyTorch's own tag for those that do not, ``nondeterministic_bitwise``, is on none of its operators (2.13); the list is that of
-``torch.use_deterministic_algorithms``, and the gradients of attention, seen to differ on an H200.
+PyTorch's tag for operators that do not, ``nondeterministic_bitwise``, is set on none of them (2.13). So the list is
+that of ``torch.use_deterministic_algorithms``, plus the gradients of attention, which were seen to differ on an H200.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _DIFFERING = re.compile(
 
 
 def repeats_bits(operator: Any, device: torch.device) -> bool:
-    """Whether an operator's results are the same to the bit however often it runs on the device, as settings are now."""
+    """Whether an operator gives the same bits each time it runs on the device, with the present settings."""
     return not differs_in_bits(operator) or repeats_all_bits(device)
 
 
 def repeats_all_bits(device: torch.device) -> bool:
-    """Whether that is so for all operators on the device, as settings are now."""
+    """Whether all operators do so on the device, with the present settings."""
     return interface_of(device).repeats_bits or torch.are_deterministic_algorithms_enabled()
 
 
 @functools.cache
 def differs_in_bits(operator: Any) -> bool:
-    """Whether there are devices on which it does not repeat its bits by itself."""
+    """Whether there are devices on which the operator does not repeat its bits by default."""
     if not isinstance(operator, torch._ops.OpOverload):
         return False
     name = operator._schema.name.split("::")[1]

@@ -1,8 +1,10 @@
-"""Norms that write running statistics which, by their schemas, they only read, and functions that return new ones instead.
+"""Norms that write running statistics though their schemas say that they only read them, and functions that return new
+statistics instead.
 
-Eager's kernels on accelerators are such: ``F.batch_norm`` is ``cudnn_batch_norm`` on CUDA, where cuDNN takes it, and
-``nn.SyncBatchNorm`` gathers what all ranks have seen by ``batch_norm_gather_stats_with_counts``. In a functional program each
-has a form that runs the same kernel on copies of the statistics, and returns these behind its results.
+Eager's kernels on accelerators are such norms: on CUDA, ``F.batch_norm`` is ``cudnn_batch_norm`` where cuDNN supports
+it, and ``nn.SyncBatchNorm`` combines the statistics of all ranks by ``batch_norm_gather_stats_with_counts``. For a
+functional program, each has a form that runs the same kernel on copies of the statistics and returns these after its
+results.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 NAMESPACE = "lowtide_statistics"
-# By the name of an operator: the positions of what it writes, and that of the flag for training; without one it always does.
+# By operator name: the positions of what it writes, and of the training flag (without one, it always writes).
 WRITTEN: dict[str, tuple[tuple[int, ...], int | None]] = {
     "native_batch_norm": ((3, 4), 5),
     "cudnn_batch_norm": ((3, 4), 5),
@@ -28,13 +30,13 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyp
 
 
 def written_positions(name: str, args: Any) -> tuple[int, ...]:
-    """Of the statistics that a call of the operator with this name writes."""
+    """The positions of the statistics that a call of the operator with this name writes."""
     positions, flag = WRITTEN.get(name, ((), None))
     return positions if flag is None or (len(args) > flag and args[flag]) else ()
 
 
 def functional_form(func: torch._ops.OpOverload) -> Callable[..., tuple[Tensor, ...]]:
-    """Takes what the norm ``func`` takes; returns what it returns, and its new statistics."""
+    """A function that takes what the norm ``func`` takes, and returns its results and its new statistics."""
     name = func._schema.name.split("::")[1]
     if not hasattr(getattr(torch.ops, NAMESPACE), name):
         positions, _ = WRITTEN[name]

@@ -1,8 +1,8 @@
 """Who owns the gradients that arrive for a program's results.
 
-As a program is captured its caller may hold them, as ``result.backward(gradient)`` does, so they count to its end. Those of a
-loss are nobody else's: the autograd engine hands them over. A program that owns them frees each after the last operator that
-reads it, as eager does, and may write over it.
+A captured program assumes that its caller may hold them, as ``result.backward(gradient)`` does, so they count to its
+end. Nobody else holds the gradient of a loss: the autograd engine hands it over. A program that owns arriving gradients
+frees each after the last operator that reads it, as eager does, and may write over it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from lowtide.program.overwrites import with_overwrites
 from lowtide.program.program import Program
 from lowtide.program.sizes import byte_costs
 
-_LEAST_SHARE = 0.01  # of the peak, for them to be owned
+_LEAST_SHARE = 0.01  # of the peak; smaller gradients are not owned
 
 
 def owns_tangents(graph: Graph) -> bool:
-    """Whether the program owns gradients that arrive."""
+    """Whether the program owns arriving gradients."""
     return not {*graph.arriving} <= {*graph.outputs}
 
 
 def tangent_bytes(program: Program) -> int:
-    """Of the gradients that arrive and are not gradients of the inputs themselves."""
+    """The bytes of arriving gradients that are not themselves gradients of inputs."""
     costs = byte_costs(program)
     return sum(int(costs.storage_bytes[storage]) for storage in program.graph.storages_of(_own(program)))
 
@@ -33,8 +33,8 @@ def _own(program: Program) -> set[int]:
 
 
 def with_own_tangents(program: Program) -> Program:
-    """``program`` as the owner of the gradients that arrive; as it is where they are hardly anything, and where it communicates
-    with other ranks, on which somebody may hold them."""
+    """``program`` as the owner of arriving gradients. Unchanged if they are very small, or if it communicates with
+    other ranks, on which somebody may hold them."""
     graph, own = program.graph, _own(program)
     if not own or any(op.collective for op in graph.ops):
         return program

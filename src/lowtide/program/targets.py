@@ -1,4 +1,4 @@
-"""Operators of our own that a captured program calls beside ATen's."""
+"""Operators of this project that captured programs call beside ATen's."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def bernoulli(
     probability: float,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """``empty_like(x).bernoulli_(p)``, which a functional graph spells ``bernoulli(empty_like(x), p)``.
+    """``empty_like(x).bernoulli_(p)``, which is ``bernoulli(empty_like(x), p)`` in a functional graph.
 
-    The functional operator returns a contiguous tensor whatever the layout of ``x``, and so gives other elements the same
-    random numbers. This one fills the memory in the order in which eager does.
+    The functional operator returns a contiguous tensor whatever the layout of ``x``, so the same random numbers would
+    go to other elements. This one fills the memory in eager's order.
     """
     shape, stride, dtype, device = layout
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).bernoulli_(probability, generator=generator)
 
 
 def update(target: torch.Tensor, value: torch.Tensor, unseen: bool = False) -> None:
-    """Write a mutated buffer (or argument) back, once, at the end of the forward pass or as soon as its value is computed: in
-    the shape that it was given, where an operator fits it to its input (observers of quantisation at their first call).
-    ``unseen``: without a new version."""
+    """Write a changed buffer (or argument), once, at the end of the forward pass or as soon as its value is computed.
+    If an operator gave it another shape (observers of quantization at their first call), it gets that shape.
+    ``unseen``: without a new version for autograd."""
     if target.shape != value.shape:
         target.resize_(value.shape)
     (target.data if unseen else target).copy_(value)
 
 
 class UnexpectedValueError(Exception):
-    """A value that the forward pass checks is not as expected: the one with this ``number``."""
+    """Raised if a value that the forward pass checks is not as expected. ``number``: which value."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -51,20 +51,20 @@ class UnexpectedValueError(Exception):
 
 
 class FailedOperatorError(Exception):
-    """An operator has failed where the model's own code may go on, which then runs instead."""
+    """Raised if an operator fails where the model's own code may continue; that code runs instead."""
 
 
 def expect(value: torch.Tensor, answer: bool, number: int) -> None:
-    """Raises ``UnexpectedValueError`` where a truth value is another one than the program was captured with."""
+    """Raise ``UnexpectedValueError`` if a truth value is not the one that the program was captured with."""
     if bool(value) is not answer:
         raise UnexpectedValueError(number)
 
 
 def read_number(value: torch.Tensor, number: int) -> torch.Tensor:
-    """The element of a tensor with a single one, which Python code reads as a number: the ``number``-th that it reads."""
+    """The element of a one-element tensor that Python code reads as a number, the ``number``-th that it reads."""
     return value.reshape(()).clone()
 
 
 def keep_value(tensor: torch.Tensor) -> torch.Tensor:
-    """The value of a tensor that the forward pass overwrites, for operators that read it again in the backward pass."""
+    """The value of a tensor that the forward pass overwrites, for operators that read it in the backward pass."""
     return tensor.clone()

@@ -1,8 +1,8 @@
-"""Gradients that eager computes by formulas that look at values, which fake tensors have none of: while PyTorch traces it takes
-other formulas, whose last bits differ. The operators here look when they run.
+"""Gradients whose formulas in eager look at values, which fake tensors do not have. While tracing, PyTorch uses other
+formulas, whose last bits differ. The operators here look at the values when they run.
 
-Of a product of elements, the gradient is a quotient where no element is 0. Of a number that ``masked_fill`` fills in, it is the
-sum of the gradients that a mask selects, which has no zeros among its terms.
+The gradient of a product of elements is a quotient if no element is 0. The gradient of a number that ``masked_fill``
+fills in is the sum of the selected gradients, without zeros among the terms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 NAMESPACE = "lowtide_value_gradients"
-_ROOM = 4  # times the data, which ``_others`` takes
+_ROOM = 4  # bytes that ``_others`` takes, as a multiple of the data's
 
 
 def _others(data: Tensor, dim: int | None) -> Tensor:
@@ -29,8 +29,8 @@ def _others(data: Tensor, dim: int | None) -> Tensor:
 
 
 def _of_product(arrived: Tensor, data: Tensor, result: Tensor, dim: int | None) -> Tensor:
-    """Of ``data``. ``arrived`` and ``result`` have a dimension of size 1 in the place of ``dim``, or none where all are
-    multiplied."""
+    """The gradient of ``data``. ``arrived`` and ``result`` have size 1 in dimension ``dim``, or no dimensions if all
+    elements are multiplied."""
     others = result / data
     data.new_empty((_ROOM, *data.shape))  # so that plans have room for either formula
     zeros = int((data == 0).sum())
@@ -46,7 +46,7 @@ def _fake_of_product(arrived: Tensor, data: Tensor, result: Tensor, dim: int | N
 
 
 def _of_number(arrived: Tensor, mask: Tensor) -> Tensor:
-    # So that plans have room for any number of selected elements, and for their places: threads share two, accelerators take
+    # So that plans have room for any number of selected elements, and for their indices: threads share two, accelerators take
     # one for each dimension.
     places = arrived.dim() if arrived.device.type != "cpu" else 2 if torch.get_num_threads() > 1 else 0
     arrived.new_empty((arrived.numel() * (arrived.element_size() + 8 * places),), dtype=torch.uint8)
@@ -74,7 +74,7 @@ _OF_NUMBER = _operator("number", "Tensor arrived, Tensor mask", _of_number, _tra
 
 
 class Product(torch.autograd.Function):
-    """``apply(data, dim, keepdim)``; all elements are multiplied where ``dim`` is ``None``."""
+    """``apply(data, dim, keepdim)``. ``dim`` is ``None`` to multiply all elements."""
 
     @staticmethod
     def forward(ctx: Any, data: Tensor, dim: int | None, keepdim: bool) -> Tensor:
@@ -94,7 +94,7 @@ class Product(torch.autograd.Function):
 
 
 class Filled(torch.autograd.Function):
-    """``apply(data, mask, number)``, of a number that gets a gradient."""
+    """``apply(data, mask, number)``, for a number that gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, data: Tensor, mask: Tensor, number: Tensor) -> Tensor:
