@@ -1,1 +1,1 @@
-"""Tensors of several ranks in a program: parts of them, and the collectives that bring them together."""
+"""Distributed tensors in a program: their local parts, and the collectives that combine them."""

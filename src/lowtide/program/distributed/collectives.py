@@ -1,7 +1,8 @@
 """Functional collectives (``torch.distributed._functional_collectives``) as operators of a program.
 
-A functional collective only begins; ``wait_tensor`` returns the same tensor once it has ended. In a program the two are one
-operator, ``Waited``: what it returns may be read. It runs once, at its place among the others: its ranks wait for each other.
+A functional collective only begins; ``wait_tensor`` returns the same tensor when it has ended. In a program both are
+one operator, ``Waited``, whose result may be read. It runs once, at its place among the others, because ranks wait for
+each other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ALONE = "_dtensor::shard_dim_alltoall"  # waits by itself
 
 
 class Waited:
-    """``operator``, a functional collective, and the wait for its results."""
+    """``operator``, a functional collective, with the wait for its results."""
 
     def __init__(self, operator: torch._ops.OpOverload) -> None:
         self.operator = operator
@@ -39,7 +40,7 @@ class Waited:
         return result
 
     def begin(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        """Begin it beside computing. Called, what is returned waits for it and returns the result."""
+        """Begin it beside computing. The returned function waits for it and returns the result."""
         result = self.operator(*args, **kwargs)
 
         def end() -> Any:
@@ -58,22 +59,22 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 @functools.cache
 def waited(operator: torch._ops.OpOverload) -> Waited:
-    """The operator of a program for a functional collective."""
+    """The program's operator for a functional collective."""
     return Waited(operator)
 
 
 def is_wait(target: Any) -> bool:
-    """Whether an operator of PyTorch's waits for a functional collective."""
+    """Whether a PyTorch operator waits for a functional collective."""
     return _is_functional(target) and target._schema.name.split("::")[1] in _WAITS
 
 
 def is_collective(target: Any) -> bool:
-    """Whether an operator of PyTorch's is a functional collective."""
+    """Whether a PyTorch operator is a functional collective."""
     return _is_functional(target) and not is_wait(target)
 
 
 def collectives_begun() -> float:
-    """How many collectives this process has begun so far, of all process groups that it is in; no number equal to any, where a
+    """How many collectives this process has begun so far, in all its process groups. Not equal to any number if a
     backend does not count them."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0

@@ -1,4 +1,4 @@
-"""What all collectives have in common: errors in plain words, and copies that outlive them."""
+"""What all collectives share: error messages, and a wait for copies that outlive them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from lowtide.errors import ExecutionError
 from lowtide.memory.allocators import allocated_bytes, round_up
 
-_PATIENCE_SECONDS = 0.02  # for copies to go: others may allocate meanwhile
+_PATIENCE_SECONDS = 0.02  # to wait for copies; other code may allocate meanwhile
 _POLL_SECONDS = 20e-6
 
 
 @contextlib.contextmanager
 def communicating(what: str) -> Iterator[None]:
-    """Inside, an error of a collective says in plain words that another process has not come to it."""
+    """A context in which an error of a collective explains that another process has not reached it."""
     try:
         yield
     except RuntimeError as error:
@@ -28,9 +28,9 @@ def communicating(what: str) -> Iterator[None]:
 
 
 def wait_for_copies(before: int | None, made: Sequence[torch.Tensor], device: torch.device) -> None:
-    """On the CPU gloo's threads hold copies of what a collective moves until a moment after it has returned: wait until they
-    have let go, so that what follows does not come on top. ``before``: what was allocated when it began, perhaps with copies of
-    an earlier one, so they are gone only when nothing more goes."""
+    """On the CPU, gloo's threads hold copies of what a collective moves until a moment after it has returned. Wait
+    until they are freed, so that later allocations do not add to them. ``before``: bytes allocated when it began,
+    perhaps with copies of an earlier collective, so they are gone only when the level stops falling."""
     if before is None or device.type != "cpu":
         return
     level = before + sum(round_up(tensor.untyped_storage().nbytes(), device) for tensor in made)

@@ -1,9 +1,9 @@
 """Programs of sharded models: parameters are results of a gather, and gradients go into a reduction.
 
-Each unit (``distributed.sharded``) that is read gets a ``lowtide.all_gather`` before its first use, with a storage for each
-parameter that the program reads, and a ``lowtide.reduce_scatter`` once all of its gradients are final, whose result is this
-rank's part of them. A gather has no inputs and may run again. A reduction has an effect, so reductions run once, in the order
-of the program; all collectives are in that of the schedule, which is one for all ranks.
+Each unit (``distributed.sharded``) that is read gets a ``lowtide.all_gather`` before its first use, with a storage for
+each parameter that the program reads, and a ``lowtide.reduce_scatter`` when all its gradients are final, which returns
+this rank's part of them. A gather has no inputs and may run again. A reduction has an effect, so reductions run once,
+in the program's order. All collectives run in the order of the schedule, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from lowtide.program.program import Call, Program, Ref, TensorMeta
 
 
 def with_gathers(program: Program, units: Sequence[Unit], state: Sequence[torch.Tensor]) -> Program:
-    """``program``, whose flat inputs begin with ``state``, with the collectives of ``units``, whose forms are among these.
+    """``program``, whose flat inputs begin with ``state``, with the collectives of ``units``. The units' forms are
+    among ``state``.
 
-    Raises ``CaptureError`` where a parameter itself is a result."""
+    Raises ``CaptureError`` if a parameter itself is a result.
+    """
     if not units:
         return program
     position_of = {id(tensor): position for position, tensor in enumerate(state)}
@@ -48,7 +50,7 @@ def sharded_collectives(program: Program) -> Iterator[tuple[int, Gather | Reduce
 
 
 def unreduced_bytes(program: Program) -> int:
-    """Of the whole gradients that a call leaves behind for each sharded parameter where nothing is reduced yet."""
+    """The bytes of whole gradients that a call leaves for each sharded parameter if nothing is reduced yet."""
     whole = 0
     for op, target in sharded_collectives(program):
         if isinstance(target, Reduce):
@@ -68,7 +70,7 @@ def _refuse_results(program: Program, sharded: set[int]) -> None:
 
 
 def _gathered(program: Program, unit: Unit, positions: Sequence[int]) -> tuple[Program, Insertion | None]:
-    """The unit's parameters as results of a gather, before the first operator that reads one of them."""
+    """The program with the unit's parameters as results of a gather before the first operator that reads one."""
     graph = program.graph
     values = {index: value for index, at in enumerate(positions) if (value := program.inputs[at]) is not None}
     storages = {graph.values[value].storage: index for index, value in values.items()}
@@ -94,7 +96,7 @@ def _gathered(program: Program, unit: Unit, positions: Sequence[int]) -> tuple[P
 
 
 def _reduced(program: Program, unit: Unit, positions: Sequence[int]) -> tuple[Program, Insertion | None]:
-    """The unit's gradients in a reduction, after the last operator that touches one of them."""
+    """The program with a reduction of the unit's gradients after the last operator that touches one."""
     graph = program.graph
     gradients = {
         positions.index(position): value for position, value in program.gradients if position in set(positions)
@@ -125,5 +127,5 @@ def _reduced(program: Program, unit: Unit, positions: Sequence[int]) -> tuple[Pr
 
 
 def _only(operator: Gather | Reduce) -> Gather | Reduce:
-    """The first that was made like it."""
+    """The first operator that was made with the same arguments."""
     return operator.unit.operators.setdefault((operator.__qualname__, operator.chosen), operator)

@@ -1,7 +1,8 @@
-"""Distributed tensors (``torch.distributed.tensor.DTensor``) as a program sees them: the local tensor of this rank.
+"""Distributed tensors (``torch.distributed.tensor.DTensor``) in a program: the local tensor of this rank.
 
-What operators read of a distributed parameter or argument is its ``form``: a plain leaf tensor in the memory of its local
-tensor. Gradients leave the program as plain tensors too, and become distributed ones where they reach what the form is of.
+Operators read the ``form`` of a distributed parameter or argument: a plain leaf tensor in the memory of its local
+tensor. Gradients leave the program as plain tensors, and become distributed ones when they reach the tensor of the
+form.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from lowtide.program.roles import Gradient
 _PLAIN = (torch.Tensor, nn.Parameter)
 _VERSION = operator.attrgetter("_version")
 _FORMS: Any = WeakTensorKeyDictionary()  # by distributed tensor
-_WHOLES: Any = WeakTensorKeyDictionary()  # by form: a weak reference to what it is of
-_HELD: dict[Any, Any] = _WHOLES.data  # what is in it, which every call asks for
+_WHOLES: Any = WeakTensorKeyDictionary()  # by form: a weak reference to its tensor
+_HELD: dict[Any, Any] = _WHOLES.data  # its content, which every call looks up
 
 
 def has_distributed() -> bool:
@@ -33,20 +34,20 @@ def has_distributed() -> bool:
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a distributed tensor."""
-    if type(tensor) in _PLAIN:  # most are, and every call asks
+    """Whether the tensor is a distributed one."""
+    if type(tensor) in _PLAIN:  # the common case, asked in every call
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a distributed one; any other itself."""
+    """The local tensor of a distributed one; other tensors unchanged."""
     return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def form_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What operators read of ``tensor``: itself, unless it is distributed."""
+    """The tensor that operators read for ``tensor``: itself, unless it is distributed."""
     if not is_distributed(tensor):
         return tensor
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -65,12 +66,12 @@ def has_forms() -> bool:
 
 
 def _are_gathered(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of them is a form of a parameter that FSDP2 has sharded."""
+    """Whether one of them is the form of a parameter that FSDP2 has sharded."""
     return sharded.GatheredForm in map(type, tensors)
 
 
 def whole_of(form: torch.Tensor) -> torch.Tensor:
-    """What a form is of; any other tensor itself."""
+    """The tensor of a form; other tensors unchanged."""
     if not _HELD:
         return form
     whole = _WHOLES.get(form)
@@ -79,7 +80,7 @@ def whole_of(form: torch.Tensor) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Counts the writes into it, or into what it stands for."""
+    """The version counter of the tensor, or of the tensor that it is a form of."""
     own = sharded.version_of(tensor)
     if not _HELD or own is None:
         return own
@@ -88,7 +89,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Where its data lie; ``None`` where that is in several places, or in others from time to time."""
+    """The address of the tensor's data; ``None`` if it lies in several places, or moves."""
     try:
         return None if type(tensor) is sharded.GatheredForm else tensor.data_ptr()
     except RuntimeError:  # sparse
@@ -111,8 +112,8 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 def hooked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Arguments of a call as the hooks on a model with distributed parameters hand them on, but for FSDP2's: what makes it
-    parallel may distribute them there."""
+    """Arguments of a call after the hooks on a model with distributed parameters, without FSDP2's. Tensor parallelism
+    may distribute them there."""
     if not (isinstance(args, Sequence) and any(map(is_distributed, model.parameters()))):
         return args, kwargs
     args, theirs = tuple(args), set(sharding_hooks(model))
@@ -128,7 +129,7 @@ def hooked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def sharding_hooks(module: nn.Module) -> Iterator[int]:
-    """The keys of the hooks that FSDP2 has on it."""
+    """The keys of FSDP2's hooks on the module."""
     if sharded.is_sharded(module):
         state = sharded.state_of(module)
         for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
@@ -136,7 +137,7 @@ def sharding_hooks(module: nn.Module) -> Iterator[int]:
 
 
 def spec_of(tensor: torch.Tensor) -> Any:
-    """Mesh, placements and layout of a distributed tensor, or of what a form is of; ``None`` of others."""
+    """Mesh, placements and layout of a distributed tensor, or of the tensor of a form; ``None`` for others."""
     if type(tensor) is sharded.GatheredForm:
         return tensor.spec
     whole = whole_of(tensor)
@@ -144,7 +145,7 @@ def spec_of(tensor: torch.Tensor) -> Any:
 
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """``spec_of`` each of them; nothing where none is distributed."""
+    """``spec_of`` each of them; empty if none is distributed."""
     if not (_HELD or _are_gathered(tensors)):
         return ()
     found = tuple(map(spec_of, tensors))
@@ -152,27 +153,28 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def like_form(form: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """In the place of a form, another ``local`` tensor: distributed as what the form is of."""
+    """Another ``local`` tensor in place of a form: distributed like the tensor of the form."""
     spec = spec_of(form)
     return local if spec is None else _made(local.detach(), spec, form.requires_grad)
 
 
 def spec_for(form: torch.Tensor, placed: Any) -> Any:
-    """How the gradient of what ``form`` is of lies, where the trace had it as ``placed``: over the same ranks in the same
-    way, and in memory like the tensor, as a program's gradients of parameters do. ``None`` where it is not distributed."""
+    """The spec of the gradient for the tensor of ``form``. It is over the same ranks in the placements of the trace
+    (``placed``), and its layout is that of the tensor, like a program's gradients of parameters. ``None`` if it is
+    not distributed."""
     spec = spec_of(form)
     if spec is None:
         return None
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    placed = placed or spec  # of another program of the call
+    placed = placed or spec  # that of another program for the call
     return DTensorSpec(
         placed.mesh, placed.placements, tensor_meta=TensorMeta(spec.shape, spec.stride, spec.tensor_meta.dtype)
     )
 
 
 def whole_gradient(local: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
-    """A gradient as autograd takes it for a distributed tensor."""
+    """A gradient in the form in which autograd takes it for a distributed tensor."""
     return local if spec is None or local is None else _made(local, spec, False)
 
 
@@ -183,8 +185,9 @@ def _made(local: torch.Tensor, spec: Any, requires_grad: bool) -> torch.Tensor:
 
 
 def distributed(local: torch.Tensor, form: torch.Tensor, note: Callable[[Any], None]) -> torch.Tensor:
-    """In a trace: the distributed tensor of a ``local`` one, as what ``form`` is of lies; itself where that is not distributed.
-    ``note`` hears how its gradient lies when that arrives: of a sharded parameter as that does, before it is reduced."""
+    """In a trace: the distributed tensor of a ``local`` one, placed like the tensor of ``form``; ``local`` itself if
+    that is not distributed. ``note`` is called with the placements of its gradient when that arrives; for a sharded
+    parameter these are the placements before it is reduced."""
     spec = spec_of(form)
     if spec is None:
         return local
@@ -204,7 +207,7 @@ class _Distributed(torch.autograd.Function):
             gradient = gradient.redistribute(placements=ctx.placements)
         ctx.note(gradient._spec)
         local = gradient._local_tensor
-        # Where it lies in other placements than the tensor its parts may have other sizes, which autograd would refuse.
+        # In other placements than the tensor's, its parts may have other sizes, which autograd would refuse.
         return (
             local if local.shape == ctx.shape else local.as_strided(ctx.shape, [0] * len(ctx.shape)),
             None,
@@ -214,7 +217,7 @@ class _Distributed(torch.autograd.Function):
 
 
 def with_own_sizes(joint: torch.fx.GraphModule, placed: Mapping[int, Any]) -> None:
-    """Let the joint graph return gradients of distributed tensors in the sizes that they have (``_Distributed``)."""
+    """Make the joint graph return gradients of distributed tensors in their own sizes (``_Distributed``)."""
     output = next(iter(reversed(joint.graph.nodes)))
     returned = list(output.args[0])
     for number, role in enumerate(output.meta["role"]):
@@ -228,8 +231,8 @@ def with_own_sizes(joint: torch.fx.GraphModule, placed: Mapping[int, Any]) -> No
 def local_results(
     results: Sequence[torch.Tensor], inputs: Mapping[int, torch.Tensor]
 ) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-    """In a trace: results with the local ones of distributed tensors, and how these lie; ``None`` of others. ``inputs``: local
-    ones by the ids of what they were made."""
+    """In a trace: results with local tensors in place of distributed ones, and the specs of these (``None`` for
+    others). ``inputs``: local tensors by the ids of the distributed tensors made from them."""
     specs = tuple(tensor._spec if is_distributed(tensor) else None for tensor in results)  # type: ignore[attr-defined]
     if not any(specs):
         return list(results), specs
@@ -241,7 +244,8 @@ def local_results(
 
 
 def formed(result: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A result of a call as it lies in ``spec``: its gradient arrives in the placements that the program was traced for."""
+    """A result of a call, distributed by ``spec``. Its gradient arrives in the placements for which the program was
+    traced."""
     whole = whole_of(result)
     if spec is None or whole is not result:
         return whole

@@ -1,9 +1,9 @@
-"""Units of FSDP2 (``torch.distributed.fsdp.fully_shard``) as a program sees them: gathered parameters, reduced gradients.
+"""Units of FSDP2 (``torch.distributed.fsdp.fully_shard``) in a program: gathered parameters, reduced gradients.
 
-A rank holds a shard of each parameter of a unit. What operators read is the gathered parameter; in a program it is the result
-of a ``lowtide.all_gather``, an operator like any other: it can be freed and gathered again. Gradients of a unit go into one
-``lowtide.reduce_scatter``, which leaves this rank's part in the ``.grad`` of the sharded parameters. Both are the collectives
-of FSDP2 itself, with its types, groups, factors and hooks, so their results are FSDP2's to the bit.
+A rank holds a shard of each parameter of a unit. Operators read the gathered parameter. In a program it is the result
+of ``lowtide.all_gather``, an operator like any other: it can be freed and gathered again. A unit's gradients go into
+one ``lowtide.reduce_scatter``, which leaves this rank's part in the ``.grad`` of the sharded parameters. Both are
+FSDP2's own collectives, with its types, groups, factors and hooks, so results equal FSDP2's to the bit.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from lowtide.program import layouts
 from lowtide.program.distributed.communication import communicating, wait_for_copies
 
 _UNITS: weakref.WeakKeyDictionary[Any, Unit] = weakref.WeakKeyDictionary()  # by FSDP2's own object
-_SHARDS: Any = WeakTensorKeyDictionary()  # by the gathered form of a parameter: FSDP2's object for it
+_SHARDS: Any = WeakTensorKeyDictionary()  # by the gathered form of a parameter: FSDP2's object
 
 
 class GatheredForm(nn.Parameter):
-    """What stands for a parameter as it is when it is gathered: its shape and type, without memory to read, or to print.
-
-    Where tensor parallelism has distributed it as well, that is the local tensor, and ``spec`` how it lies."""
+    """Stands for a gathered parameter: its shape and type, without memory to read or print. If tensor parallelism has
+    distributed it too, it stands for the local tensor, and ``spec`` says how that is placed."""
 
     @property
     def spec(self) -> Any:
@@ -49,7 +48,7 @@ class Unit:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.forms: tuple[GatheredForm, ...] = tuple(map(_form, group.fsdp_params))
-        self.operators: dict[Any, Gather | Reduce] = {}  # of its programs, which are the same where these are
+        self.operators: dict[Any, Gather | Reduce] = {}  # operators of its programs, the same for equal arguments
 
     @property
     def name(self) -> str:
@@ -58,22 +57,22 @@ class Unit:
 
     @property
     def ranks(self) -> int:
-        """How many share the parameters."""
+        """How many ranks share the parameters."""
         return int(self.group._all_gather_process_group.size())
 
     @property
     def groups(self) -> list[Any]:
-        """The process groups that it communicates in: that of its shards and, where there are replicas, theirs."""
+        """The process groups that it uses: that of its shards and, if there are replicas, theirs."""
         replicas = _replicas(self.group)
         return [self.group._all_gather_process_group, *([] if replicas is None else [replicas])]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """As they are registered: the shards."""
+        """The registered parameters: the shards."""
         return [shard.sharded_param for shard in self.group.fsdp_params]
 
     def settle(self) -> None:
-        """Let go of parameters that an evaluation has left gathered."""
+        """Free parameters that an evaluation has left gathered."""
         if not self.group.is_sharded:
             self.group._to_sharded()
         for shard, form in zip(self.group.fsdp_params, self.forms, strict=True):
@@ -83,7 +82,7 @@ class Unit:
                 form.requires_grad_(shard.sharded_param.requires_grad)
 
     def padded_elements(self, index: int) -> int:
-        """Of a parameter: its first dimension is divided into equal parts."""
+        """The elements of a parameter, padded so that its first dimension divides into equal parts."""
         return int(self.group.fsdp_params[index]._sharded_param_data.numel()) * self.ranks
 
     def describe(self, chosen: Sequence[int]) -> str:
@@ -107,7 +106,7 @@ class Gather:
         return found
 
     def begin(self) -> Callable[[], list[torch.Tensor]]:
-        """Begin to gather beside computing. Called, what is returned waits for it and returns the parameters."""
+        """Begin to gather beside computing. The returned function waits for it and returns the parameters."""
         return self._begun(True)
 
     def _begun(self, beside: bool) -> Callable[[], list[torch.Tensor]]:
@@ -145,14 +144,15 @@ class Gather:
 class Reduce:
     """The operator that takes gradients of some of a unit's parameters, in the order of ``chosen``.
 
-    It returns this rank's part of their sum (or mean), which is in the ``.grad`` of the shards; where FSDP2 is told to reduce
-    nothing, it keeps them."""
+    It returns this rank's part of their sum (or mean), which is also in the ``.grad`` of the shards. If FSDP2 is told
+    not to reduce, it keeps them.
+    """
 
     def __init__(self, unit: Unit, chosen: Sequence[int]) -> None:
         self.unit, self.chosen = unit, tuple(chosen)
         self.__name__, self.__module__ = "reduce_scatter", "lowtide"
         self.kept_dtype: torch.dtype | None = unit.group.mp_policy.reduce_dtype  # of gradients that are not reduced yet
-        self.dtype = self.kept_dtype or unit.forms[self.chosen[0]].dtype  # that is communicated
+        self.dtype = self.kept_dtype or unit.forms[self.chosen[0]].dtype  # type that is communicated
         self.__qualname__ = f"reduce_scatter{{{unit.describe(chosen)} by {self.dtype}}}"
 
     def __call__(self, *gradients: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ class Reduce:
         return found
 
     def begin(self, *gradients: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to reduce beside computing, on FSDP2's own streams. Called, what is returned waits for it."""
+        """Begin to reduce beside computing, on FSDP2's own streams. The returned function waits for it."""
         return self._begun(list(gradients), True)
 
     def _begun(self, gradients: list[torch.Tensor], beside: bool) -> Callable[[], torch.Tensor]:
@@ -177,7 +177,7 @@ class Reduce:
             if not group.reduce_grads:
                 for index, shard, gradient in zip(self.chosen, shards, gradients, strict=True):
                     shard.unsharded_accumulated_grad = gradient.to(shard.reduce_dtype or gradient.dtype)
-                    if not hasattr(shard, "_unsharded_param"):  # which whoever reduces later asks for its gradient, too
+                    if not hasattr(shard, "_unsharded_param"):  # a later reduction asks it for its gradient too
                         shard._unsharded_param = self.unit.forms[index]
                 return lambda: torch.empty(0, device=group.device)
             with communicating(f"reduction of {self.unit.name or 'the root'}"):
@@ -196,7 +196,7 @@ class Reduce:
         return end
 
     def rehearsal(self) -> Callable[..., torch.Tensor]:
-        """The same for shards that nobody holds."""
+        """The same operator for shards that nobody holds."""
 
         def reduce(*gradients: torch.Tensor) -> torch.Tensor:
             group = copy.copy(self.unit.group)
@@ -212,8 +212,8 @@ class Reduce:
 
 
 def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor], beside: bool) -> Sequence[Any]:
-    """FSDP2's own reduction of ``gradients``, which it empties, on the stream of now or, ``beside`` that, on those of FSDP2. It
-    returns what FSDP2's function does: the fourth is the event of its end, the last what is to be reduced among replicas."""
+    """FSDP2's own reduction of ``gradients``, a list that it empties, on the current stream or, ``beside`` it, on FSDP2's.
+    Returns what FSDP2 returns: the fourth is the event of its end, the last what is left to reduce among replicas."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 
     now, own = group.device_handle.current_stream(), group.comm_ctx
@@ -239,19 +239,19 @@ def reduced(group: Any, shards: Sequence[Any], gradients: list[torch.Tensor], be
 
 
 def is_sharded(module: object) -> bool:
-    """Whether ``fully_shard`` was applied to this very module."""
+    """Whether ``fully_shard`` was applied to this module itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def state_of(module: nn.Module) -> Any:
-    """What FSDP2 keeps for a sharded module."""
+    """FSDP2's state of a sharded module."""
     return module._get_fsdp_state()  # type: ignore[operator]
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The units of a model that is sharded itself, in the order of its modules. Raises ``CaptureError`` for what they hold that
-    is no shard of a plain tensor, ``PlanError`` where PyTorch's FSDP2 is another."""
+    """The units of a model that is sharded itself, in the order of its modules. Raises ``CaptureError`` if they hold
+    anything but shards of plain tensors, and ``PlanError`` if PyTorch's FSDP2 differs from what is known."""
     if not is_sharded(model):
         return []
     found = dict.fromkeys(state_of(module) for module in model.modules() if is_sharded(module))
@@ -259,7 +259,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def begun(model: nn.Module) -> list[Unit]:
-    """The units of a model as they are between calls: with all parameters sharded."""
+    """The units of a model between calls: with all parameters sharded."""
     units = units_of(model)
     if units:
         with _meta_allowed() if any(p.is_meta for p in units[0].parameters) else contextlib.nullcontext():
@@ -271,7 +271,7 @@ def begun(model: nn.Module) -> list[Unit]:
 
 @contextlib.contextmanager
 def _meta_allowed() -> Iterator[None]:
-    """Inside, FSDP2 takes parameters that have no data yet: they can be planned for, not trained."""
+    """A context in which FSDP2 accepts parameters without data. They can be planned for, not trained."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     check: Any = FSDPParamGroup._validate_no_meta_params
@@ -283,7 +283,7 @@ def _meta_allowed() -> Iterator[None]:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Counts the writes into it, or into the shard that it is gathered from."""
+    """The version counter of the tensor, or of the shard that it is gathered from."""
     if tensor.is_inference():
         return None
     shard = _SHARDS.get(tensor) if type(tensor) is GatheredForm else None
@@ -329,7 +329,7 @@ def _form(shard: Any) -> GatheredForm:
 
 
 def _replicas(group: Any) -> Any:
-    """The process group among which what was reduced is summed once more (HSDP), if there is one."""
+    """The process group in which reduced gradients are summed again (HSDP), if there is one."""
     return getattr(group.mesh_info, "replicate_process_group", None)
 
 
@@ -338,13 +338,13 @@ def _formed(shard: Any, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(shard: Any, part: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The parameter in memory of its own, from the shards of all ranks."""
+    """The parameter in its own memory, from the shards of all ranks."""
     dtype = shard.param_dtype or shard.orig_dtype
-    if part.dtype != dtype:  # bytes, where a unit has several types
+    if part.dtype != dtype:  # bytes if a unit has several types
         part = part.contiguous().view(dtype)
     dim = shard.fsdp_placement.dim
     if dim == 0:
-        # Of shards of one element, ``reshape`` is a view.
+        # For shards of one element, ``reshape`` is a view.
         return part.clone(memory_format=torch.contiguous_format).view(-1)
     chunks = [row.view(shard.padded_sharded_param_size) for row in part]
     return torch.cat(chunks, dim=dim).view(-1)
