@@ -1,9 +1,9 @@
-"""What a pass keeps outside of the model: in global variables, in class attributes, in lists, dictionaries and objects that the
-code of its modules, or a forward hook of a submodule, can name, or that are among its arguments.
+"""What a pass leaves outside the model: in global variables, class attributes, lists, dictionaries and objects that the
+code of its modules, or forward hooks of submodules, can name, or that are among its arguments.
 
-A planned call runs none of that code, so what is kept there would be missing, and what was put there while the model was traced
-are no tensors that the user could use. Only what is constant is no loss: a table that the first call puts into a cache is put
-there while it is traced, with its values. Attributes of the model itself are another matter, see ``attribute_effects``.
+A planned call does not run that code, so it would not leave anything there, and what the trace leaves is fake tensors
+that the user cannot use. Only constants are no loss: a table that the first call puts into a cache is put there while
+it is traced, with its values. Attributes of the model itself are handled in ``attribute_effects``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Constant = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """All forward and backward hooks of a module, with whether they take keyword arguments, and a forward method of its own:
-    where plans run in its place, that one."""
+    """All forward and backward hooks of a module, with whether they take keyword arguments, and the module's own
+    ``forward`` if it has one (not a planned one, but the one that it replaces)."""
     own = module.__dict__
     forward: Any = own.get("forward")
     while getattr(type(forward), "_lowtide_runtime", False):
@@ -41,7 +41,7 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def hooks_in(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Those of each of its modules."""
+    """The hooks of each of the model's modules."""
     return [hooks_of(module) for module in model.modules()]
 
 
@@ -52,7 +52,7 @@ WHAT_TO_DO = (
 
 
 def refuse_arguments() -> NoReturn:
-    """Raises ``CaptureError`` for what is written where planned calls do not write."""
+    """Raise ``CaptureError`` for writes into arguments that planned calls do not make."""
     raise CaptureError(
         "the forward pass adds to a list, a dict or an object among its arguments, or counts in it (or does so at a "
         "parameter), which planned calls would not do. Return what it adds, or run the model under lowtide.online."
@@ -61,8 +61,8 @@ def refuse_arguments() -> NoReturn:
 
 @contextlib.contextmanager
 def hooks_kept(model: nn.Module) -> Iterator[None]:
-    """Raises ``CaptureError`` where code inside adds or removes hooks of the ``model``: a hook's handle knows the module it was
-    made for, and no copy. The hooks are then what they were."""
+    """A context that raises ``CaptureError`` if code inside adds or removes hooks of the ``model``, and restores the
+    hooks. The handle of a hook knows the module that it was made for, but no copy of it."""
     before = [(each.__dict__[name], copy.copy(each.__dict__[name])) for each in model.modules() for name in HOOKS]
     changed = []
     try:
@@ -78,13 +78,14 @@ def hooks_kept(model: nn.Module) -> Iterator[None]:
 
 
 class ExternalEffects(Reach):
-    """Inside, ``model`` runs; afterwards what its hooks can reach outside of it is as it was, and so is what its code can reach
-    where that put tensors. ``lost`` names these places, ``filled`` are those where constants stay. ``arguments``: all that it
-    is called with; what parameters and buffers have in attributes of their own is looked after as these are.
+    """A context in which ``model`` runs. Afterwards everything outside the model that its hooks can reach is as before,
+    and so is everything that its code can reach and put tensors into. ``lost``: names of these places. ``filled``:
+    places where constants stay. ``arguments``: all arguments of the call; attributes of parameters and buffers are
+    treated like them.
 
-    ``constant`` gives real tensors for traced ones that are constant: where the code put such ones alone, the real ones stay
-    there. What else the code keeps is left, too: a library may have been imported meanwhile, whose state is in more places than
-    these.
+    ``constant`` gives the real tensor for a traced one that is constant. If code put only such tensors into a place,
+    the real ones stay there. Other changes are left as they are: a library may have been imported meanwhile, whose
+    state lies in more places than these.
     """
 
     def __init__(self, model: nn.Module, arguments: Iterable[Any], constant: Constant | None = None) -> None:
@@ -97,7 +98,9 @@ class ExternalEffects(Reach):
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             self.add((hook, full_name(hook)) for hook in hooks if not is_trusted(hook))
         marks = (vars(tensor) for tensor in (*model.parameters(), *model.buffers()))
-        put_on = [one for each in marks for one in each.values() if not isinstance(one, TorchDispatchMode)]  # of a fake
+        put_on = [
+            one for each in marks for one in each.values() if not isinstance(one, TorchDispatchMode)
+        ]  # of a fake tensor
         self.add((value, ARGUMENT) for value in (*arguments, *put_on))
         kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
         own = [(type(module), item) for module in modules for item in module.__dict__.items()]
@@ -120,16 +123,16 @@ class ExternalEffects(Reach):
                 self.filled.append(holder)
 
     def forget_arguments(self) -> None:
-        """What is in them is let go of."""
+        """Release the contents of the arguments."""
         self._holders = {key: one for key, one in self._holders.items() if one.name != ARGUMENT}
 
     def undo(self) -> None:
-        """Take away what was left, too."""
+        """Also take away what was left."""
         for holder in self.filled:
             holder.write(holder.then)
 
     def refuse(self) -> NoReturn:
-        """Raises ``CaptureError`` for what is ``lost``."""
+        """Raise ``CaptureError`` for the places that are ``lost``."""
         if ARGUMENT in self.lost:
             refuse_arguments()
         raise CaptureError(
@@ -140,7 +143,8 @@ class ExternalEffects(Reach):
         )
 
     def _left(self, holder: Holder, now: Any) -> dict[int, Any] | None:
-        """Instead of what was added with tensors in it, by its id, the same with real ones; ``None`` where it must go."""
+        """What replaces the added objects that contain tensors, by id: the same objects with real tensors, or ``None``
+        if they must go."""
         left = {}
         constant = None if holder.name == ARGUMENT else self._constant
         must_go = holder.name == ARGUMENT and holder.has_other_values(now)

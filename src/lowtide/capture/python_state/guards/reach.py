@@ -1,4 +1,4 @@
-"""What code can write outside of itself: the variables, containers, objects and classes that it can name."""
+"""What code can write outside itself: the variables, containers, objects and classes that it can name."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from lowtide.capture.python_state.code.code_names import codes, full_name, is_tr
 from lowtide.capture.python_state.code.installed import is_standard
 from lowtide.objects.walk import ABSENT, OWN_GENERATORS, PLAIN, cell_value, content, is_open, refill
 
-_DEPTH = 5  # of containers, objects and functions in each other
-# Not what fills itself.
+_DEPTH = 5  # levels of containers, objects and functions in each other
+# Without what fills itself.
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 CODE = (types.FunctionType, types.MethodType, functools.partial, type)
-_LEAVES = frozenset({  # kinds of objects that lead nowhere: most of what code names
+_LEAVES = frozenset({  # types that lead nowhere, which most named objects have
     *PLAIN, frozenset, types.ModuleType, types.CodeType, types.UnionType, types.GetSetDescriptorType, dataclasses.Field,
     types.WrapperDescriptorType, types.MethodDescriptorType, types.MemberDescriptorType, type(functools.lru_cache(len)),
 })  # fmt: skip
 _STORES_GLOBAL, _STORES_OUTSIDE = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_DEREF"]
-Named = tuple[Any, str]  # a value, and how to call it
+Named = tuple[Any, str]  # a value and its name
 
 
 class Holder(NamedTuple):
-    """What a pass may write: a container, the attributes of an object or a class, a variable. ``read`` gives a copy of what it
-    holds, ``then`` is what that was; ``live`` is what the copy is of, if there is such. ``keyed``: its ``name`` goes on with
-    that of what changed."""
+    """Something that a pass may write: a container, the attributes of an object or class, or a variable. ``read``
+    returns a copy of its content, and ``then`` is the former content. ``live``: the object that is copied, if there
+    is one. ``keyed``: whether its ``name`` continues with the key of what changed."""
 
     name: str
     read: Callable[[], Any]
@@ -48,20 +48,20 @@ class Holder(NamedTuple):
 
     @property
     def is_as_then(self) -> bool:
-        """Whether it holds the same objects, in the same order."""
+        """Whether it holds the same objects in the same order."""
         now = self.read() if self.live is None else self.live
         return len(now) == len(self.then) and (not now or all(map(operator.is_, items_of(now), items_of(self.then))))
 
     def added(self, now: Any) -> list[Any]:
-        """What was not there, or not there under this key."""
+        """What was not there before, or not under this key."""
         if isinstance(now, dict):
             return [value for key, value in now.items() if self.then.get(key, ABSENT) is not value]
         known = {*map(id, self.then)}
         return [item for item in now if id(item) not in known]
 
     def has_other_values(self, now: Any) -> bool:
-        """Whether there are more than were there, or, of an object, plain ones instead of others: a new one may be a cached
-        property. What was taken out (``batch.pop("labels")``) is of no consequence."""
+        """Whether there are more values than before, or, in an object, other plain values. (A new object in an object
+        may be a cached property.) Removed values (``batch.pop("labels")``) do not matter."""
         if not self.of_object:
             return bool(self.added(now)) or len(now) > len(self.then)
         return any(
@@ -77,23 +77,23 @@ class Holder(NamedTuple):
 
 
 class Reach:
-    """What code can write: variables, and the containers, objects and classes that it can name. ``inside``: ids of objects that
-    are looked after elsewhere. ``generators``: of numbers, that it can draw from."""
+    """What code can write: variables, and the containers, objects and classes that it can name. ``inside``: ids of
+    objects that are handled elsewhere. ``generators``: generators of numbers that it can draw from."""
 
     def __init__(self, inside: Iterable[int] = ()) -> None:
         self._inside = {*inside}
         self._holders: dict[Any, Holder] = {}
-        self._seen: dict[int, int] = {}  # by id, from where on how much deeper was looked
+        self._seen: dict[int, int] = {}  # by id, the depth to which it was searched
         self._level: list[Named] = []
         self._deeper: list[Named] = []
         self.generators: list[Any] = []
 
     def add(self, named: Iterable[Named]) -> None:
-        """With what these, functions say, can name."""
+        """Add these values, and what they (functions, say) can name."""
         self._walk(named, _DEPTH + 1)
 
     def as_now(self) -> Reach:
-        """The same places, with what they hold now, and what can be written there."""
+        """The same places with their present content, and with what can be written there now."""
         changed = dict(self._changed())
         if not changed:
             return self
@@ -117,24 +117,25 @@ class Reach:
         return ((holder, holder.read()) for _, holder in self._changed())
 
     def _changed(self) -> list[tuple[Any, Holder]]:
-        """What holds other objects, by key. Most are attributes of functions, which have none: those are left out first."""
+        """The holders with other objects than before, by key. Most holders are attributes of functions, which have
+        none; these are skipped first."""
         holders = self._holders.items()
         filled = [(key, one) for key, one in holders if one.live is None or one.then or len(one.live)]
         return [(key, one) for key, one in filled if not one.is_as_then]
 
     def _walk(self, named: Iterable[Named], depth: int) -> None:
-        """To what is within so many steps. What is near comes first, so that nothing is looked into twice."""
+        """Visit everything within so many steps, the nearest first, so that nothing is visited twice."""
         self._deeper = [*named]
         for left in range(depth, 0, -1):
             self._level, self._deeper = self._deeper, []
-            for value, name in self._level:  # which grows meanwhile
+            for value, name in self._level:  # grows meanwhile
                 seen = type(value) in _LEAVES or self._seen.get(id(value), 0) >= left or id(value) in self._inside
                 if not seen:
                     self._collect(value, left, name)
 
     def _collect(self, value: Any, depth: int, name: str) -> None:
         drawing = value.__self__ if isinstance(value, types.MethodType) else value
-        if isinstance(value, (types.FunctionType, type)):  # as most are
+        if isinstance(value, (types.FunctionType, type)):  # the common case
             self._collect_code(value, depth, name)
         elif isinstance(drawing, OWN_GENERATORS):
             self.generators.append(drawing)
@@ -148,14 +149,14 @@ class Reach:
             self._collect_code(value, depth, name)
         elif type(value) in _CONTAINERS:
             self._hold(value, depth, name)
-        elif isinstance(value, tuple):  # which nobody can write, unlike what is in it
+        elif isinstance(value, tuple):  # immutable, unlike its items
             self._deeper += [(item, name) for item in value]
-        elif isinstance(value, contextvars.ContextVar):  # as hooks have that collect what submodules return
+        elif isinstance(value, contextvars.ContextVar):  # used by hooks that collect results of submodules
             self._deeper += [(item, name) for item in content(value) or ()]
         elif isinstance(value, threading.local):
             self._hold(vars(value), depth, name, of_object=True)
         elif isinstance(value, threading.Thread):
-            return  # its state is its own to change, at any time
+            return  # it may change its own state at any time
         elif isinstance(value, (nn.Module, types.SimpleNamespace)) or (
             not is_standard(type(value).__module__) and is_open(value)
         ):
@@ -195,7 +196,7 @@ class Reach:
         self._note((id(variables), name), str(variables.get("__name__")), read, write, keyed=True)
 
     def _note_cell(self, cell: types.CellType, name: str) -> None:
-        """A variable of the function around the code."""
+        """Add a variable of the function around the code."""
 
         def read() -> list[Any]:
             return [cell_value(cell)]
@@ -219,8 +220,8 @@ class Reach:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _stored_by(code: types.CodeType) -> tuple[frozenset[str], bool]:
-    """The names that code uses, with those of functions inside it, where it writes global variables; and whether it writes
-    variables of functions, which may be those around it."""
+    """The names that code, and functions inside it, use if it writes global variables; and whether it writes variables
+    of enclosing functions."""
     writing = (part.co_names for part in codes(code) if _STORES_GLOBAL in part.co_code[::2])
     return frozenset(name for names in writing for name in names), _STORES_OUTSIDE in code.co_code[::2]
 
@@ -235,6 +236,6 @@ def _set_attributes(kind: type, wanted: dict[str, Any]) -> None:
 
 
 def items_of(holder: Any) -> list[Any]:
-    if isinstance(holder, set):  # a copy may have them in another order
+    if isinstance(holder, set):  # a copy may have another order
         return sorted(holder, key=id)
     return list(holder.values() if isinstance(holder, (dict, types.MappingProxyType)) else holder)
