@@ -98,9 +98,7 @@ class ExternalEffects(Reach):
             hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             self.add((hook, full_name(hook)) for hook in hooks if not is_trusted(hook))
         marks = (vars(tensor) for tensor in (*model.parameters(), *model.buffers()))
-        put_on = [
-            one for each in marks for one in each.values() if not isinstance(one, TorchDispatchMode)
-        ]  # of a fake tensor
+        put_on = [one for each in marks for one in each.values() if not isinstance(one, TorchDispatchMode)]  # of a fake
         self.add((value, ARGUMENT) for value in (*arguments, *put_on))
         kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
         own = [(type(module), item) for module in modules for item in module.__dict__.items()]
