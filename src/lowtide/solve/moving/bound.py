@@ -29,15 +29,15 @@ from lowtide.solve.outcome import bounded_by, least_time_ns
 from lowtide.solve.problem import Problem, Solution, Status
 
 _FIRST = ((0.003, 0.0), (0.03, 0.0), (0.1, 0.0), (0.3, 0.0), (0.01, 0.1), (0.03, 0.1))  # w, u
-_STEPS = ((2.0, 0.1), (1.4, 0.03))  # how much both are changed: a factor of w, a difference of u
-_MOST = {1: 16, 2: 24, 3: 40}  # pairs that are tried, by effort
-_MOST_OPS = 1400  # of programs that are worth more than the least effort
-_FINE = 10**7  # a program's time: fine enough for weighted times to be rounded
-_ROUNDING = 1e-6  # ns: above what floating point can be wrong by
+_STEPS = ((2.0, 0.1), (1.4, 0.03))  # changes of both: a factor for w, a difference for u
+_MOST = {1: 16, 2: 24, 3: 40}  # number of pairs tried, by effort
+_MOST_OPS = 1400  # larger programs get the least effort
+_FINE = 10**7  # units of a program's time, fine enough for rounding weighted times
+_ROUNDING = 1e-6  # ns: more than the error of floating-point arithmetic
 
 
 def bounded(problem: Problem, solution: Solution, effort: int) -> Solution:
-    """``solution`` with a bound that holds for all schedules, whatever they move."""
+    """``solution`` with a lower bound that holds for all schedules, whatever they move."""
     least = least_time_ns(problem)
     if not solution.status.solved:
         parts = split_for_nothing(problem.graph, problem.costs)
@@ -51,12 +51,13 @@ def bounded(problem: Problem, solution: Solution, effort: int) -> Solution:
 
 
 def moving_bound(problem: Problem, effort: int, known_ns: int | None = None) -> int:
-    """Nanoseconds that no schedule within the budget undercuts, whatever it moves; see the module's docstring. ``effort``: 1
-    to 3. ``known_ns``: time of a schedule that fits; stops early once the bound has reached it."""
+    """A time in nanoseconds that no schedule within the budget undercuts, whatever it moves; see the module's
+    docstring. ``effort``: 1 to 3. ``known_ns``: the time of a schedule that fits; the search stops when the bound
+    reaches it."""
     clocks = _Clocks(problem, known_ns)
     for pair in _FIRST:
         clocks.bound(*pair, 1)
-    # A collective may end after the cut that it began before.
+    # A collective that begins before the cut may end after it.
     mixed = any(op.collective for op in problem.graph.ops)
     for factor, difference in _STEPS:
         before = -1
@@ -73,13 +74,13 @@ def moving_bound(problem: Problem, effort: int, known_ns: int | None = None) -> 
 
 @dataclass(slots=True, eq=False)
 class _Clocks:
-    """The split graph, and the bounds that were ``found`` for pairs of w and u."""
+    """The split graph, and the bounds ``found`` for pairs of w and u."""
 
     problem: Problem
     known_ns: int | None
     model: CompactGraph = field(init=False)
     handles: list[tuple[int, int, int]] = field(default_factory=list)  # storage in the model, ns there and back
-    parts: int = field(init=False)  # of a nanosecond, in which weighted times are counted
+    parts: int = field(init=False)  # parts of a nanosecond in which weighted times are counted
     before: Numbers = field(init=False)  # time of operators, collectives aside, that first run before each node
     found: dict[tuple[float, float], int] = field(default_factory=dict)
     best: int = 0
@@ -103,11 +104,11 @@ class _Clocks:
 
     @property
     def open(self) -> bool:
-        """Whether a higher bound is of use."""
+        """Whether a higher bound would be of use."""
         return self.known_ns is None or self.best < self.known_ns
 
     def bound(self, fetching: float, offloading: float, effort: int) -> None:
-        """Add that for a pair, unless it is known."""
+        """Add the bound for a pair, unless it is known."""
         if self.open and (effort > 1 or (fetching, offloading) not in self.found):
             found = self._weighted(fetching, offloading, effort)
             self.found[fetching, offloading], self.best = found, max(self.best, found)
@@ -127,7 +128,7 @@ class _Clocks:
         if proof.relaxed is None:
             return INFEASIBLE_NS if proof.ns >= INFEASIBLE_NS else 0
         (cut,) = proof.relaxed.program.cuts
-        # Scaled times were rounded down one by one, so that this is no more than what is missing.
+        # Scaled times were rounded down one by one, so this does not exceed what is missing.
         missing = math.floor(parts * (fetching - offloading) * int(self.before[cut]) - _ROUNDING)
         return -(-(proof.ns + missing) // parts)
 

@@ -1,8 +1,9 @@
-"""What may move in a search that knows no clock, and at which price.
+"""What may move in a search that has no clock, and at which price.
 
-Storages may move whose operator takes at least *ratio* times the transfer; the others may be computed again. Of these, the
-first that are made, as their copies are complete before memory is full, as long as transfers take at most *limit* times the
-program in all. Each has a price: a *share* of the time that it takes back.
+Storages may move if computing them takes at least *ratio* times as long as their transfer; others may be computed
+again. Of those that may move, the first ones made are taken (their copies are complete before memory is full), as long
+as transfers take at most *limit* times the program's time in all. Each has a price: a *share* of the time of its
+transfer back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 
 class Choice(NamedTuple):
-    """See the head of this file."""
+    """See the module's docstring."""
 
     ratio: float
     share: float

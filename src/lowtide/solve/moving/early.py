@@ -10,13 +10,14 @@ from lowtide.ir import Costs, Graph, Schedule
 from lowtide.native import core
 from lowtide.solve.moving.steps import FREE, STATES, Program, Steps, decoded, encoded, program_of, run_steps
 
-_ATTEMPTS, _WORK = 2000, 400_000  # moves that are tried at most, and steps of schedules that are run for it
-_EACH = 16  # places up to which each is tried
+_ATTEMPTS, _WORK = 2000, 400_000  # most moves that are tried, and steps of schedules that are run
+_EACH = 16  # up to so many places, each is tried
 _COLLECTIVE = 2  # the number of the lane
 
 
 def improved(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """``schedule`` after moves of single collectives to earlier places, each of which the clock finds to help."""
+    """``schedule`` after moves of single collectives to earlier places, each of which shortens the time by the
+    clock."""
     program, steps = program_of(graph, costs), encoded(schedule)
     start, best = steps, run_steps(program, steps)
     left = min(_ATTEMPTS, _WORK // max(len(steps.rows), 1))
@@ -36,7 +37,8 @@ def improved(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) 
 
 
 def _moves(program: Program, steps: Steps) -> Iterator[Steps]:
-    """Every collective a few places earlier, and twice as many, and so on, those before it on its lane no later than it."""
+    """For every collective: the steps with it a few places earlier, twice as many, and so on, and with those before it
+    on its lane no later than it."""
     items = [
         (position, low) for position, lane, low in core.movable_steps(program, steps).tolist() if lane == _COLLECTIVE
     ]
@@ -54,7 +56,7 @@ def _moves(program: Program, steps: Steps) -> Iterator[Steps]:
 
 
 def _earlier(steps: Steps, place: int, moved: list[int]) -> Steps:
-    """With the ``moved`` steps, which come after it, before the step at ``place``."""
+    """The steps with the ``moved`` ones, which come later, before the step at ``place``."""
     order = np.arange(len(steps.rows))
     stay = np.delete(order[place:], np.array(moved) - place)
     boundary = (

@@ -1,6 +1,7 @@
-"""``checkmate`` with a second memory: the program on the clock of transfers, solved, and its solution as a schedule.
+"""``checkmate`` with a second memory: solves the program on the clock of transfers, and translates its solution to a
+schedule.
 
-HiGHS solves it twice, presolved and not, and what it proves is the less of both.
+HiGHS solves it twice, with and without presolve; the lower of the two bounds counts.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ MOVING_UP_TO = 8_000  # variables R[t, i] of the split graph, in which fetches a
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """No schedule with transfers within the budget takes less than ``bound_ns`` (``NEVER``: there is none). ``schedule``: what
-    the program found, whatever it peaks at."""
+    """No schedule with transfers within the budget takes less than ``bound_ns`` (``NEVER``: there is none).
+    ``schedule``: the solution that was found, whatever its peak."""
 
     bound_ns: int
     schedule: Schedule | None = None
 
 
 def solve_with_transfers(problem: Problem, options: SolverOptions, known_ns: int | None) -> Proof:
-    """What the program says; nothing where the graph is too large for it, or its model knows only part of it. ``known_ns``: the
-    time of a schedule within the budget, where there is one."""
+    """The program's answer; empty if the graph is too large, or its model covers only part of it. ``known_ns``: the
+    time of a schedule within the budget, if there is one."""
     formulation = formulate(problem, known_ns)
     if formulation is None:
         return Proof(0)
@@ -50,7 +51,7 @@ def solve_with_transfers(problem: Problem, options: SolverOptions, known_ns: int
 
 
 def formulate(problem: Problem, known_ns: int | None = None) -> MovingModel | None:
-    """The program, not yet built; ``None`` where there is none."""
+    """The program, not yet built; ``None`` if there is none."""
     graph, costs, memory = problem.graph, problem.costs, problem.costs.second_memory
     if memory is None or shared_storages(graph):
         return None
@@ -64,7 +65,7 @@ def formulate(problem: Problem, known_ns: int | None = None) -> MovingModel | No
 
 
 def translated(problem: Problem, formulation: MovingModel, values: Floats) -> Schedule:
-    """The schedule that a solution stands for, its transfers placed. A storage that is fetched anywhere, and that planners may
+    """The schedule of a solution, with its transfers placed. A storage that is fetched anywhere, and that planners may
     move, is fetched wherever it is made again."""
     graph, costs, parts = problem.graph, problem.costs, formulation.parts
     op_of = [int(op) for op in formulation.model.op_of_node]

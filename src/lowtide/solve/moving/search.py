@@ -1,11 +1,11 @@
-"""Which storages move: searches over compute sequences of split graphs, priced and picked by the exact clock.
+"""Which storages move: searches over compute sequences of split graphs, judged by the exact clock.
 
-A search knows no clock, so three numbers decide for it (``lowtide.solve.moving.choices``). For each choice of them a quick
-search answers; its transfers are placed and its schedule is run on the clock.
+A search has no clock, so three numbers decide for it what moves (``lowtide.solve.moving.choices``). For each choice of
+them a quick search gives a sequence; its transfers are placed, and its schedule is timed by the clock.
 
-Starting points are the dynamic programs over blocks with transfers (``lowtide.solve.moving.chains``), that of ``pofo`` among
-them, and what a quick search finds that moves nothing. Searches go on from these with a ladder of choices, then from the
-quickest so far with choices around that of its own.
+The starting points are the dynamic programs over blocks with transfers (``lowtide.solve.moving.chains``), among them
+that of ``pofo``, and the result of a quick search that moves nothing. Further searches start from these with a ladder
+of choices, and then from the quickest schedule so far with choices around its own.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ from lowtide.solve.problem import Problem
 from lowtide.solve.search.memory_paths import affordable, shortest
 from lowtide.solve.search.portfolio import Portfolio, make_portfolio
 
-_STEPS = (1.3, 2.0)  # by how much a choice is changed in a round of refinement, the last round first
-_STARTS = {0: 0, 1: 1, 2: 1, 3: 1, 4: 3, 5: 6}  # of the programs over blocks, how many are searched from, by effort
+_STEPS = (1.3, 2.0)  # factors by which refinement changes a choice, the last round's first
+_STARTS = {0: 0, 1: 1, 2: 1, 3: 1, 4: 3, 5: 6}  # starting points from the programs over blocks, by effort
 _ROUNDS = {0: 0, 1: 1, 2: 4, 3: 10, 4: 16, 5: 24}  # by effort
-_WARM = {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2}  # the effort of their searches
-_PATIENT = {0: 0, 1: 0, 2: 0, 3: 0, 4: 2, 5: 4}  # how many choices are searched with the whole effort
-_MODELS = 8  # split graphs that are kept for when the same may move at other prices
+_WARM = {0: 0, 1: 1, 2: 1, 3: 1, 4: 2, 5: 2}  # the effort of searches from these
+_PATIENT = {0: 0, 1: 0, 2: 0, 3: 0, 4: 2, 5: 4}  # how many choices get the whole effort
+_MODELS = 8  # split graphs that are kept for other prices of the same storages
 _CELLS = 12  # of the dynamic programs over blocks
 _PATIENCE = 8  # generations without anything better in a search
-_FAR = 1.5  # times the overhead of the quickest: what is no start
-_GAIN = 1000  # refinement ends where two rounds gain less than one part in so many of the program's time
-_FAILURES = 2  # searches in vain, from the most that may move on, until the others are not tried
-_CLOSE = 400  # a schedule within one part in so many of the program's time is good enough
+_FAR = 1.5  # no starting point above so many times the least overhead
+_GAIN = 1000  # refinement ends if two rounds gain less than this part (1/n) of the program's time
+_FAILURES = 2  # failed searches, from the choice that moves most, after which the others are not tried
+_CLOSE = 400  # a schedule within this part (1/n) of the program's time is good enough
 _ALWAYS = 2  # but for the first rounds, up to the programs over blocks
 _OTHER_ROUNDS = 5  # than those of ``_STARTS`` and ``_ROUNDS``
 
-Still = Callable[[int], Schedule | None]  # asked with the time of the quickest that is known
+Still = Callable[[int], Schedule | None]  # called with the time of the quickest known schedule
 Attempts = Iterator[None]
 """Searches that are made while it is gone through, one at a step."""
 
 
 class _Movable(NamedTuple):
-    """A storage that may move. ``ratio``: its operator's time in those of its fetch, infinite where that may not run again."""
+    """A storage that may move. ``ratio``: the time of its operator divided by that of its fetch; infinite if the
+    operator may not run again."""
 
     storage: int
     bytes: int
@@ -66,7 +67,7 @@ class _Movable(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A schedule within the budget, and the choice that it was found by."""
+    """A schedule within the budget, and the choice with which it was found."""
 
     time_ns: int
     steps: Steps
@@ -74,7 +75,7 @@ class _Found(NamedTuple):
 
 
 class _Model(NamedTuple):
-    """A split graph, and what searches it."""
+    """A split graph with its search."""
 
     parts: Split
     portfolio: Portfolio
@@ -85,7 +86,8 @@ _time_of = operator.attrgetter("time_ns")
 
 @dataclass(slots=True)
 class _Moves:
-    """The problem, what is known of its storages, and what has been tried. ``found`` and ``starts``: the quickest first."""
+    """The problem, what is known of its storages, and what has been tried. ``found``, ``starts``: the quickest
+    first."""
 
     problem: Problem
     memory: SecondMemory
@@ -96,7 +98,7 @@ class _Moves:
     starts: list[_Found] = field(default_factory=list)
     tried: dict[tuple[Choice, int, int], Steps | None] = field(default_factory=dict)  # with where each started
     models: dict[frozenset[int], _Model] = field(default_factory=dict)  # by what may move
-    lowest: tuple[int, Steps] | None = None  # of those over the budget
+    lowest: tuple[int, Steps] | None = None  # the lowest over the budget
     marks: list[int] = field(default_factory=list)  # the time of the quickest when each round of refinement began
     failures: int = 0  # searches that found nothing within it
 
@@ -118,7 +120,8 @@ class _Moves:
         return cls(problem, memory, portfolio, program_of(graph, costs), made)
 
     def prices(self, choice: Choice) -> dict[int, int]:
-        """Of the storages that may move, in the order in which they are made, as many as the second memory holds."""
+        """The prices of storages that may move, in the order in which they are made, as many as fit the second
+        memory."""
         ratio, room = (0.0 if self.moves_only else choice.ratio), choice.limit * self.problem.costs.total_time_ns
         chosen = [one for one in self.movable.values() if one.ratio >= ratio]
         taken = itertools.accumulate(one.fetch_ns for one in chosen)
@@ -127,13 +130,13 @@ class _Moves:
         return {storage: self.movable[storage].price(choice) for storage in held}
 
     def search(self, choices: Iterable[Choice], effort: int, start: Steps | None = None) -> Attempts:
-        """A search for each choice, from ``start`` where there is one."""
+        """Search with each choice, from ``start`` if given."""
         for choice in choices:
             self.attempt(choice, effort, start)
             yield
 
     def attempt(self, choice: Choice, effort: int, start: Steps | None) -> None:
-        """Search for a schedule in which the choice decides what moves, from ``start`` where there is one."""
+        """Search for a schedule in which the choice decides what moves, from ``start`` if given."""
         problem, prices = self.problem, self.prices(choice)
         for storage in start.fetched if start is not None else ():
             prices.setdefault(storage, self.movable[storage].price(choice))
@@ -156,7 +159,7 @@ class _Moves:
             self.place(encoded(parts.schedule(portfolio.schedule(found))), choice)
 
     def _model(self, prices: Mapping[int, int]) -> _Model:
-        """Of the graph in which these may move, at their prices."""
+        """The model of the graph in which these storages may move, at their prices."""
         problem, moving = self.problem, frozenset(prices)
         known = self.models.pop(moving, None)
         if known is None:
@@ -169,11 +172,11 @@ class _Moves:
         return _Model(parts, known.portfolio.with_times(parts.costs))
 
     def place(self, steps: Steps, choice: Choice | None = None) -> None:
-        """Take note of what it is with its transfers placed."""
+        """Place the transfers of a sequence, and record the schedule."""
         self.note(*place_steps(self.program, steps, self.problem.budget_bytes), choice)
 
     def note(self, steps: Steps, run: Run, choice: Choice | None = None) -> _Found | None:
-        """What it is, if it fits."""
+        """Record a schedule, if it fits."""
         problem, room = self.problem, self.memory.capacity_bytes
         if run.peak_bytes > problem.budget_bytes or (room is not None and run.second_peak_bytes > room):
             return None
@@ -190,7 +193,7 @@ class _Moves:
 
     @property
     def least_ns(self) -> int:
-        """The time of the quickest."""
+        """The time of the quickest schedule."""
         return self.found[0].time_ns if self.found else INFEASIBLE_NS
 
     def _note_lowest(self, steps: Steps) -> None:
@@ -204,7 +207,8 @@ class _Moves:
         return [*dict.fromkeys(choices)][:count]
 
     def start(self, place: int) -> Steps | None:
-        """The quickest to start from, or the one in that place after it; none that takes far longer than the quickest."""
+        """The quickest schedule to start from, or the one ``place`` positions after it, but none that takes far longer
+        than the quickest."""
         if place >= len(self.starts):
             return None
         start, least = self.starts[place], self.problem.costs.total_time_ns
@@ -212,24 +216,24 @@ class _Moves:
 
     @property
     def first(self) -> Steps | None:
-        """The quickest."""
+        """The quickest schedule."""
         return self.found[0].steps if self.found else None
 
     @property
     def answer(self) -> Schedule | None:
-        """The quickest within the budget; without one, the lowest."""
+        """The quickest schedule within the budget; without one, the lowest."""
         steps = self.first if self.found or self.lowest is None else self.lowest[1]
         return None if steps is None else decoded(steps)
 
 
 def _exactly(portfolio: Portfolio, budget_bytes: int) -> Schedule | None:
-    """The best schedule of a split graph of a few nodes; ``None`` for others, and where nothing fits."""
+    """The best schedule of a split graph with few nodes; ``None`` for larger ones, or if nothing fits."""
     optimum = shortest(portfolio.exact, budget_bytes) if affordable(portfolio.exact) else None
     return portfolio.schedule_of(optimum.nodes) if optimum is not None and optimum.found else None
 
 
 def _computing_ns(parts: Split, portfolio: Portfolio, found: Candidate) -> int:
-    """How long the operators of a candidate take, which its schedule does at least."""
+    """The time of a candidate's operators, which is the least that its schedule takes."""
     model = portfolio.model
     fetches = np.isin(model.op_of_node, [*parts.fetched])
     nodes = np.where(found.codes < 0, ~found.codes, found.codes)[:-1]
@@ -239,9 +243,12 @@ def _computing_ns(parts: Split, portfolio: Portfolio, found: Candidate) -> int:
 def moving_schedule(
     problem: Problem, effort: int, portfolio: Portfolio | None, still: Still = lambda _: None
 ) -> Schedule | None:
-    """The quickest schedule with transfers that is found; where none is within the budget, the lowest; ``None`` where nothing
-    may move. ``portfolio``: of the problem, to search what moves nothing; without, nothing is computed again. ``still``: asked
-    in the end for a schedule that moves nothing and is quicker, to go on from there."""
+    """The quickest schedule with transfers that is found; if none is within the budget, the lowest; ``None`` if nothing
+    may move.
+
+    ``portfolio``: the problem's, to search what moves nothing; without it, nothing is computed again. ``still``: asked
+    at the end for a quicker schedule that moves nothing, from which the search then continues.
+    """
     memory = problem.costs.second_memory
     if memory is None:
         return None
@@ -258,7 +265,7 @@ def moving_schedule(
 
 
 def _rounds(moves: _Moves, effort: int, still: Still) -> Iterator[Attempts]:
-    """What is tried one after the other, each round in the knowledge of those before."""
+    """The rounds of the search, each with the knowledge of those before."""
     yield moves.search(QUICK, 0)
     if not moves.moves_only:
         yield _on_chains(moves, effort)
@@ -281,14 +288,14 @@ def _rounds(moves: _Moves, effort: int, still: Still) -> Iterator[Attempts]:
 
 
 def _worth_refining(moves: _Moves) -> bool:
-    """Not where the latest rounds of refinement were of little use."""
+    """Whether the latest rounds of refinement were of use."""
     gained = moves.marks[-len(_STEPS)] - moves.least_ns if len(moves.marks) >= len(_STEPS) else INFEASIBLE_NS
     moves.marks.append(moves.least_ns)
     return gained >= moves.problem.costs.total_time_ns // _GAIN
 
 
 def _still(moves: _Moves) -> Steps | None:
-    """What a quick search finds that moves nothing."""
+    """The result of a quick search that moves nothing."""
     problem = moves.problem
     if moves.portfolio is None:
         return None
@@ -298,7 +305,7 @@ def _still(moves: _Moves) -> Steps | None:
 
 
 def _on_chains(moves: _Moves, effort: int) -> Attempts:
-    """Those of the dynamic programs over blocks, and whatever ``rotor`` and ``pofo`` answer."""
+    """The schedules of the dynamic programs over blocks, and the answers of ``rotor`` and ``pofo``."""
     problem = moves.problem
     rotor = Rotor().solve(problem).schedule if effort else None
     if rotor is not None:
@@ -317,7 +324,7 @@ def _on_chains(moves: _Moves, effort: int) -> Attempts:
 
 
 def _note_all(moves: _Moves, schedules: Iterable[tuple[Steps, Run]]) -> None:
-    """The best of them is one to start from."""
+    """Record schedules. The best of them is one to start from."""
     fitting = [found for steps, run in schedules if (found := moves.note(steps, run)) is not None]
     if fitting:
         bisect.insort(moves.starts, min(fitting, key=_time_of), key=_time_of)

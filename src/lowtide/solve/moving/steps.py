@@ -1,8 +1,8 @@
-"""Schedules and the programs that they run as flat arrays for compiled kernels, which run them on the clock of
-``lowtide.ir.transfers`` and the bytes of ``lowtide.ir.simulator``, and place what runs beside computing.
+"""Schedules and programs as flat arrays for the compiled kernels. These run schedules on the clock of
+``lowtide.ir.transfers``, count bytes as ``lowtide.ir.simulator`` does, and place what runs beside computing.
 
-A step is a row of three numbers: what it does, its operator or storage, and the storage that a compute writes over or -1. A
-transfer that takes longer than 19 hours counts as that long, so that sums of them stay within 64 bits.
+A step is a row of three numbers: what it does, its operator or storage, and the storage that a compute overwrites or
+-1. A transfer that takes longer than 19 hours counts as that long, so that sums stay within 64 bits.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ STATES = (_NUMBER_OF[SaveRng], _NUMBER_OF[RestoreRng])
 
 
 class Program(NamedTuple):
-    """A graph with its costs. ``beside``: collectives that run beside computing; ``changes``: effects; ``holds``: those that
-    collectives which run first stay behind; ``early``: what needs nothing of the program; ``again``: what may run again
-    anywhere. Ragged tables by op: storages that it ``owned``, ``read`` ... as in ``Graph``, and its values; ``values``: those
-    of a storage."""
+    """A graph with its costs. ``beside``: collectives that run beside computing. ``changes``: effects. ``holds``:
+    effects that collectives must not pass on their first run. ``early``: operators that need nothing of the program.
+    ``again``: operators that may run again anywhere. Ragged tables by op: the storages that it ``owned``, ``read``
+    and so on as in ``Graph``, and its values; ``values``: those of a storage."""
 
     fixed_bytes: int
     rng_state_bytes: int
@@ -82,13 +82,13 @@ class Steps(NamedTuple):
 
     @property
     def fetched(self) -> list[int]:
-        """The storages that come back from there."""
+        """The storages that come back from the second memory."""
         found: list[int] = np.unique(self.rows[self.rows[:, 0] == FETCH, 1]).tolist()
         return found
 
 
 class Run(NamedTuple):
-    """What a schedule takes and needs."""
+    """The time and memory of a schedule."""
 
     time_ns: int
     wait_ns: int
@@ -97,7 +97,7 @@ class Run(NamedTuple):
 
 
 def program_of(graph: Graph, costs: Costs) -> Program:
-    """In time linear in the size of the graph."""
+    """The arrays of a graph, in time linear in its size."""
     memory = costs.second_memory
     sizes = costs.storage_bytes.tolist()
     tables: dict[str, Sequence[Sequence[int]]] = {
@@ -132,7 +132,7 @@ def _flags(values: Iterable[bool]) -> Flags:
 
 
 def _transfers(memory: SecondMemory | None, sizes: Sequence[int], *, back: bool) -> Numbers:
-    """Nanoseconds by storage; without a second memory none moves."""
+    """Nanoseconds by storage; without a second memory nothing moves."""
     if memory is None:
         return np.zeros(len(sizes), np.int64)
     takes = memory.fetch_ns if back else memory.offload_ns
@@ -154,7 +154,7 @@ def encoded(schedule: Schedule) -> Steps:
 
 
 def decoded(steps: Steps) -> Schedule:
-    """The schedule that the rows are."""
+    """The schedule of the rows."""
     made: dict[tuple[int, ...], Step] = {}
     rows = [*map(tuple, steps.rows.tolist())]
     for kind, of, into in {*rows}:
@@ -167,15 +167,15 @@ def run_steps(program: Program, steps: Steps) -> Run:
 
 
 def place_steps(program: Program, steps: Steps, budget_bytes: int) -> tuple[Steps, Run]:
-    """As ``place_transfers``; ``native/placing.hpp`` says how."""
+    """``place_transfers`` on rows; ``native/placing.hpp`` says how."""
     rows, boundary, run = core.place_steps(program, steps, budget_bytes)
     return Steps(rows, boundary), Run(*run)
 
 
 def place_transfers(graph: Graph, costs: Costs, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """``schedule`` with its transfers, and collectives that run beside computing, where they are waited for least, and without
-    transfers that are needless. What they need is freed as soon as it can be, they begin as late as they can, and then they are
-    given the room that the budget leaves: a peak within the budget stays there."""
+    """``schedule`` with its transfers, and collectives that run beside computing, where they are waited for least, and
+    without useless transfers. They begin as late as they can, and what they need is freed as soon as it can be; then
+    they get the room that the budget leaves. A peak within the budget stays within it."""
     if not (schedule.moves or costs.collectives_beside):
         return schedule
     return decoded(place_steps(program_of(graph, costs), encoded(schedule), budget_bytes)[0])
