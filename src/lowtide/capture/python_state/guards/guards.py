@@ -41,13 +41,8 @@ from lowtide.objects.walk import ABSENT, PLAIN, content
 from lowtide.program.scalars import CHANGING
 
 _REWIRED = ("is a {}", "is another {}", "has other hooks", "has other submodules", "has other attributes")
-_CALLING = (
-    "__call__",
-    "_wrapped_call_impl",
-    "_call_impl",
-    "__getattr__",
-    "__getattribute__",
-)  # used to call and read modules
+# Methods through which modules are called, and their attributes read.
+_CALLING = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__")
 # Used to get items from modules that are containers.
 _HOLDING = ("__bool__", "__contains__", "__getitem__", "__iter__", "__len__", "__reversed__")
 _BESIDE = ("part", "computed")  # kinds of numbers that have no recorded read of their own
