@@ -347,3 +347,21 @@ def test_weights_that_are_frozen_until_a_flag_says_otherwise() -> None:
         return [one.requires_grad for one in model.parameters()]
 
     assert_as_eager(_Frozen, step, 18)
+
+
+class _Absent:
+    """A proxy of what is not there yet, as web frameworks have them for requests."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of any request")
+
+
+def test_proxies_that_cannot_be_asked_for_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = _Absent()
+    monkeypatch.setitem(globals(), "absent", absent)
+
+    def step() -> bool:
+        return absent is not None and is_named(sys._getframe())
+
+    assert isinstance(step(), bool)

@@ -191,6 +191,11 @@ def class_attribute(kind: type, name: str) -> Any:
     return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), ABSENT)
 
 
+def is_a(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Like ``isinstance``, without asking the value for its class: some proxies raise an error then, or warn."""
+    return issubclass(type(value), kinds)
+
+
 def own_attributes(value: Any) -> dict[str, Any] | None:
     """The ``__dict__`` of an object, bypassing its class's ``__getattribute__``; ``None`` if it has none."""
     try:

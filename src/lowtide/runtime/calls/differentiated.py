@@ -23,7 +23,7 @@ from torch import nn
 
 from lowtide.capture.python_state.code.code_names import codes, is_trusted, named_by, parts_of
 from lowtide.objects import structure
-from lowtide.objects.walk import own_attributes, variables
+from lowtide.objects.walk import is_a, own_attributes, variables
 from lowtide.runtime.updates.optimizer import UpdatingOptimizer
 
 _LOG = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from lowtide.capture.python_state.code.asked import Named, asked_by, asked_under
 from lowtide.capture.python_state.code.installed import is_installed, is_library, is_standard
 from lowtide.capture.trace.patches import stood_for
 from lowtide.objects.keys import is_looked_into
-from lowtide.objects.walk import CONTAINERS, cell_value, reachable
+from lowtide.objects.walk import CONTAINERS, cell_value, is_a, reachable
 
 _TRUSTED = (__name__.partition(".")[0] + ".", "torch.")  # trusted not to read what guards would miss
 GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
@@ -126,7 +126,7 @@ def is_trusted(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         module = value.__name__
     else:
-        function = value.func if isinstance(value, functools.partial) else value
+        function = value.func if is_a(value, functools.partial) else value
         module = str(getattr(function, "__module__", None) or type(function).__module__)
     return is_trusted_module(module)
 
