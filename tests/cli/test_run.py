@@ -634,10 +634,10 @@ def test_as_a_command(tmp_path: Path) -> None:
 
 def test_what_a_script_leaves_running(tmp_path: Path) -> None:
     """Its threads train by plans to their end, beside a pool that nobody closed; they and functions for the end of the process
-    find its classes."""
+    find its classes, and these its arguments and the modules beside it."""
     script = tmp_path / "threads.py"
     script.write_text(
-        "import atexit, concurrent.futures, pickle, threading, torch\n"
+        "import atexit, concurrent.futures, pickle, sys, threading, torch\n"
         "from torch import nn\n"
         "class Net(nn.Sequential): pass\n"
         "model = Net(nn.Linear(8, 8), *(nn.Tanh() for _ in range(6)))\n"
@@ -646,15 +646,19 @@ def test_what_a_script_leaves_running(tmp_path: Path) -> None:
         "    for _ in range(2):\n"
         "        model(torch.ones(512, 8)).sum().backward()\n"
         "    print(type(pickle.loads(pickle.dumps(model))).__name__)\n"
-        "atexit.register(lambda: print(pickle.loads(pickle.dumps(Net())), 'at the end'))\n"
+        "def end():\n"
+        "    import beside\n"
+        "    print(pickle.loads(pickle.dumps(Net())), beside.WHEN, *sys.argv[1:])\n"
+        "atexit.register(end)\n"
         "threading.Thread(target=train).start()\n"
         "concurrent.futures.ThreadPoolExecutor().submit(int)\n"
         "raise SystemExit(4)\n"
     )
-    command = [sys.executable, "-m", "lowtide", "run", "--budget", "80%", str(script)]
+    (tmp_path / "beside.py").write_text("WHEN = 'at the end'")
+    command = [sys.executable, "-m", "lowtide", "run", "--budget", "80%", str(script), "--of", "it"]
     ended = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300)
     assert ended.returncode == 4, ended.stderr
-    assert ended.stdout.splitlines() == ["Net", "Net() at the end"]
+    assert ended.stdout.splitlines() == ["Net", "Net() at the end --of it"]
     assert "2 of 2" in ended.stderr
     assert "Traceback" not in ended.stderr
 

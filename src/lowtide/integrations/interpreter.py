@@ -39,7 +39,7 @@ def run_script(target: str, arguments: Sequence[str], *, as_module: bool) -> int
         main = ModuleType("__main__")
         main.__dict__.update(variables)
         if _left_to_do() > left:
-            atexit.register(sys.modules.__setitem__, "__main__", main)  # the last one, so it is called first
+            atexit.register(_put_back, main, sys.argv, [*sys.path])  # the last one, so it is called first
         with _main_is(main):
             return code if _wait(threads) else INTERRUPTED
 
@@ -94,6 +94,10 @@ def _main_is(module: ModuleType) -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = known
+
+
+def _put_back(main: ModuleType, argv: list[str], path: list[str]) -> None:
+    sys.modules["__main__"], sys.argv, sys.path[:] = main, argv, path
 
 
 def _left_to_do() -> int:

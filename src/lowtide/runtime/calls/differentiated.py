@@ -165,8 +165,8 @@ def _called_in(frame: types.FrameType) -> Iterator[types.FunctionType]:
 
 def _code_of(value: Any) -> Iterator[types.FunctionType]:
     """The functions that run if the value, or a method of it, is called. Those of planned models are in their plans."""
-    while issubclass(type(value), (functools.partial, types.MethodType)):
-        value = value.func if issubclass(type(value), functools.partial) else value.__func__
+    while is_a(value, (functools.partial, types.MethodType)):
+        value = value.func if is_a(value, functools.partial) else value.__func__
     kind = type(value)
     if kind is types.FunctionType:
         yield value
@@ -203,7 +203,7 @@ def _functions(module: Mapping[str, Any]) -> Iterator[types.FunctionType]:
     """The functions that a module defines, including those in its classes."""
     name = module.get("__name__")
     for value in list(module.values()):
-        own_class = issubclass(type(value), type) and value.__module__ == name
+        own_class = is_a(value, type) and value.__module__ == name
         yield from (each for each in (_methods(value) if own_class else _parts(value)) if each.__module__ == name)
 
 
@@ -213,5 +213,5 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
 
 
 def _parts(member: Any) -> Iterator[types.FunctionType]:
-    found = parts_of(member) if issubclass(type(member), _DEFINED) else ()  # some raise an error when asked for a class
+    found = parts_of(member) if is_a(member, _DEFINED) else ()  # some raise an error when asked for a class
     yield from (each for each in found if isinstance(each, types.FunctionType))

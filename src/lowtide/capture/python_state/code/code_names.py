@@ -103,7 +103,7 @@ def named_by(value: Any) -> Iterator[tuple[str, Any]]:
                 continue
             found = variables[name]
             yield f"{variables.get('__name__')}.{name}", found
-            if issubclass(type(found), types.ModuleType) and not is_trusted(found):
+            if is_a(found, types.ModuleType) and not is_trusted(found):
                 own = vars(found)
                 yield from [(f"{found.__name__}.{item}", own[item]) for item in names if item in own]
 
@@ -116,14 +116,14 @@ def _any_names_in(code: types.CodeType) -> frozenset[str]:
 
 def parts_of(member: Any) -> tuple[Any, ...]:
     """The functions, or objects that can be written, in an attribute of a class."""
-    if isinstance(member, property):
+    if is_a(member, property):
         return (member.fget,)
     return (getattr(member, "__func__", member),)
 
 
 def is_trusted(value: Any) -> bool:
     """Whether it is code of PyTorch, of Python, or of this project."""
-    if isinstance(value, types.ModuleType):
+    if is_a(value, types.ModuleType):
         module = value.__name__
     else:
         function = value.func if is_a(value, functools.partial) else value
