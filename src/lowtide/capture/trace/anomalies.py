@@ -1,4 +1,4 @@
-"""Gradients that are traced are not looked at for what is no number: they have no values."""
+"""Skip the NaN check of traced gradients in anomaly mode: they have no values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lowtide.capture.trace.patches import wrapped
 
 
 def gradients_unchecked() -> AbstractContextManager[None]:
-    """Inside, PyTorch's engine does not read gradients where anomalies are looked for (``torch.autograd.detect_anomaly()``).
-    That they are looked for is told as before. When planned calls run, it reads those that they give it. PyTorch has one flag
-    for all threads: those of others go unread meanwhile."""
+    """Inside, PyTorch's engine does not check gradients for NaN in anomaly mode (``torch.autograd.detect_anomaly()``).
+    Anomaly mode itself stays on as seen by user code. The gradients of planned calls are checked when these run.
+    PyTorch has one flag for all threads, so those of other threads are not checked meanwhile."""
     return wrapped(torch.autograd, "_engine_run_backward", _unchecked)
 
 

@@ -1,9 +1,10 @@
-"""What autocast keeps: a parameter that is used twice is cast once, and its gradients are summed in the low precision.
+"""Autocast's cache of casts: a parameter that is used twice is cast once, and its gradients are summed in the low
+precision.
 
-The tracer switches that cache off, and its parameters are no leaves, which alone are kept. So the forward pass is traced
-with a cast for each use (``periods_of_casts`` has them marked), and ``share_casts`` makes one of them afterwards: the first
-cast serves all uses, what comes back for them is summed as it is, and the sum is cast. As in eager, casts are kept until the
-outermost autocast ends.
+The tracer switches this cache off. The cache would not work either, since it keeps casts of leaves only, and traced
+parameters are no leaves. So the forward pass is traced with one cast per use, and ``periods_of_casts`` marks them.
+Afterwards, ``share_casts`` merges those that are one in eager: the first cast serves all uses, the gradients of the
+uses are summed in low precision, and the sum is cast. As in eager, casts are kept until the outermost autocast ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lowtide.program.roles import Gradient
 _ATEN = torch.ops.aten
 _TO_COPY = _ATEN._to_copy.default
 _ADD = _ATEN.add.Tensor
-# The user's own casts, which are not kept.
+# The user's own casts are not kept.
 _EXPLICIT = {
     torch.Tensor.to,
     torch.Tensor.type,
@@ -41,9 +42,9 @@ Group = tuple[fx.Node, torch.dtype, str]
 
 @contextlib.contextmanager
 def periods_of_casts(enabled: bool) -> Iterator[Period]:
-    """Inside, the answer tells, by a torch function and its arguments, until when a cast in it is kept, and to what: equal for
-    two casts of one parameter that are one in eager, and empty where nothing is kept. ``enabled``: whether casts are kept to
-    begin with."""
+    """Inside, the yielded function maps a torch function and its arguments to a text: in which period its casts are
+    kept, and of which types they are. The texts of two casts of one parameter are equal if the casts are one in
+    eager. The text is empty if nothing is kept. ``enabled``: whether the cache is on at the beginning."""
     periods, types = 0, plain_types()
 
     def counting(clear: Callable[[], None]) -> Callable[[], None]:
@@ -71,13 +72,13 @@ def periods_of_casts(enabled: bool) -> Iterator[Period]:
 
 
 def is_kept(tensor: torch.Tensor) -> bool:
-    """Whether autocast keeps what it makes of the tensor."""
+    """Whether autocast keeps the casts of this tensor."""
     return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
 
 
 def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callable[[fx.Node], str]) -> None:
-    """Make one cast of those that eager makes once, in a joint graph, in place. ``leaves``: positions of the inputs that
-    ``is_kept``; ``period``: what ``periods_of_casts`` said of a node."""
+    """Merge the casts of a joint graph that are one in eager, in place. ``leaves``: positions of the inputs that
+    ``is_kept``; ``period``: the text of ``periods_of_casts`` for a node."""
     inputs = [*module.graph.find_nodes(op="placeholder")]
     kept = {inputs[position] for position in leaves}
     groups: dict[Group, list[fx.Node]] = {}
@@ -85,7 +86,7 @@ def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callabl
         if node.target is _TO_COPY and node.args[0] in kept and _is_kept_cast(node, period(node)):
             groups.setdefault((node.args[0], node.kwargs["dtype"], period(node)), []).append(node)
     group_of: dict[tuple[fx.Node, Any], Group] = {}
-    served: dict[int, torch.Tensor] = {}  # what stands for the one cast, by the memory of what stood for another
+    served: dict[int, torch.Tensor] = {}  # value of the cast that is left, by the memory of each merged one
     for group, (first, *others) in groups.items():
         for cast in others:
             group_of.update({(group[0], found.meta.get("seq_nr")): group for found in (first, cast)})
@@ -107,20 +108,20 @@ def share_casts(module: fx.GraphModule, leaves: Collection[int], period: Callabl
 
 
 def _in_memory_of(served: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """A view of another cast is one of the cast that serves its uses."""
+    """The tensor, or if it is a view of a merged cast, the same view of the cast that is left."""
     base = served.get(memory_of(tensor))
     return tensor if base is None else base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _is_kept_cast(cast: fx.Node, period: str) -> bool:
-    """Autocast keeps casts of single precision to the type that it casts to."""
+    """Whether this casts single precision to autocast's type, which alone is kept."""
     source: Any = cast.args[0]
     value = source.meta["val"]
     return value.dtype is torch.float32 and f"{value.device.type}:{cast.kwargs.get('dtype')}" in period.split()[1:]
 
 
 def _regroup(gradient: fx.Node, group_of: Mapping[Any, Group]) -> None:
-    """Sum what belongs to one group, by the sequence number of its casts, before it is cast."""
+    """Sum the terms of one group before they are cast. Groups are known by the sequence numbers of their casts."""
     terms, sums = _summed(gradient)
     groups = [group_of.get(term.meta["seq_nr"]) if term.target is _TO_COPY else None for term in terms]
     if all(group is None or groups.count(group) == 1 for group in groups):
@@ -129,7 +130,7 @@ def _regroup(gradient: fx.Node, group_of: Mapping[Any, Group]) -> None:
     totals: dict[Group, fx.Node] = {}
     result: fx.Node | None = None
     for position, (term, group) in enumerate(zip(terms, groups, strict=True)):
-        before = (sums[position - 1] if position else term).next  # what is inserted there goes in front of it
+        before = (sums[position - 1] if position else term).next  # where to insert
         part: fx.Node | None = term
         if group is not None and groups.count(group) > 1:
             low: Any = term.args[0]
@@ -147,7 +148,7 @@ def _regroup(gradient: fx.Node, group_of: Mapping[Any, Group]) -> None:
 
 
 def _summed(gradient: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The terms of a sum in the order in which they arrived, and the additions, of which there is one less."""
+    """The terms of a sum in their order of arrival, and the additions, one fewer than terms."""
     terms: list[fx.Node] = []
     sums: list[fx.Node] = []
     node: Any = gradient

@@ -1,4 +1,4 @@
-"""Activation checkpointing inside a model, left to the plan: what is checkpointed is traced as if it were not."""
+"""Trace a model as if it had no activation checkpointing of its own: the plan decides what is recomputed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAID: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def unwrapped(model: nn.Module) -> Iterator[None]:
-    """Inside, ``torch.utils.checkpoint.checkpoint`` just calls its function; said once for ``model``."""
+    """Inside, ``torch.utils.checkpoint.checkpoint`` only calls its function. This is logged once per ``model``."""
 
     def plainly(*args: Any, **kwargs: Any) -> Iterator[None]:
         _say(model)
@@ -30,7 +30,8 @@ def unwrapped(model: nn.Module) -> Iterator[None]:
     class Plainly:
         @staticmethod
         def apply(function: Any, preserve: bool, *args: Any) -> Any:
-            """A reentrant checkpoint gives no gradient where none of its tensors has one."""
+            """Call the function. Like a reentrant checkpoint, this gives no gradients if none of its tensors requires
+            one."""
             _say(model)
             with torch.set_grad_enabled(any(one.requires_grad for one in structure.flatten(args)[0])):
                 return function(*args)
@@ -43,7 +44,8 @@ def unwrapped(model: nn.Module) -> Iterator[None]:
 
 
 def is_left_to_plan(model: nn.Module) -> bool:
-    """Whether a trace of ``model`` left activation checkpointing out, so that its program takes more than it does."""
+    """Whether a trace of ``model`` ignored its activation checkpointing, so that the program takes more memory than the
+    model."""
     return model in _SAID
 
 

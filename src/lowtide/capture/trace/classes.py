@@ -1,7 +1,8 @@
-"""What code is told that asks for the class of a tensor while it is traced: that of the tensor which the traced one stands for.
+"""What traced code is told when it asks for the class of a tensor: the class of the tensor that the traced one
+represents.
 
-``isinstance`` says the same of both, but ``type(x) is torch.Tensor`` does not, and would take another branch than eager code.
-So the name ``type`` stands for ``Type`` in the modules whose code asks, and ``x.__class__`` says what that does
+``isinstance`` already answers so, but ``type(x) is torch.Tensor`` is false for a traced tensor and would take another
+branch than in eager. So ``type`` is ``Type`` in the modules whose code asks, and ``x.__class__`` answers alike
 (``guards.classes_shown``).
 """
 
@@ -25,7 +26,7 @@ from lowtide.program.source import is_user_file, user_source
 TRACED = (FunctionalTensor, FakeTensor)
 _TENSOR: Any = torch.Tensor
 IS_LEAF, GRAD_FN = _TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__
-# What traced tensors answer otherwise than those that they stand for, or another call's answer otherwise.
+# Questions that traced tensors, or other calls, answer differently.
 _UNKNOWN: dict[Any, str] = {
     **{getattr(_TENSOR, name).__get__: name for name in ("_version", "_base", "_backward_hooks")},
     **{getattr(_TENSOR, name): f"{name}()" for name in ("storage_offset", "untyped_storage", "is_shared", "_is_view")},
@@ -33,48 +34,48 @@ _UNKNOWN: dict[Any, str] = {
 
 
 class _Asking(InPlace):
-    """Of ``Type``."""
+    """Metaclass of ``Type``."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
             return class_of(args[0])
         made = type(*args, **kwargs)
-        if len(args) == 3 and "__module__" not in args[2]:  # of the code that asks
+        if len(args) == 3 and "__module__" not in args[2]:  # that of the calling code
             made.__module__ = sys._getframe(1).f_globals.get("__name__", made.__module__)
         return made
 
 
 class Type(metaclass=_Asking):
-    """In the place of ``type``."""
+    """Replaces ``type``."""
 
     original = type
 
 
 def fake_of(traced: Any) -> Any:
-    """The fake tensor that a traced one holds, or is."""
+    """The fake tensor that a traced tensor wraps or is."""
     return traced.from_functional() if isinstance(traced, FunctionalTensor) else traced
 
 
 def class_of(value: Any) -> type:
-    """``type(value)``, or the class of what a traced tensor, or a stand-in for a number, stands for."""
+    """``type(value)``; for a traced tensor or a stand-in for a number, the class of what it represents."""
     kind: type = type(value)
     if issubclass(kind, torch.SymFloat):
         return value.__class__  # type: ignore[no-any-return]
     if not issubclass(kind, TRACED):
         return kind
-    return nn.Parameter if getattr(value, "_is_param", False) else torch.Tensor  # isinstance asks for the class, too
+    return nn.Parameter if getattr(value, "_is_param", False) else torch.Tensor  # isinstance asks for the class too
 
 
 def mark_parameters(traced: Iterable[torch.Tensor], owns: Iterable[torch.Tensor]) -> None:
-    """Have ``isinstance`` take those for parameters that stand for one, which are of another class."""
+    """Make ``isinstance(tensor, nn.Parameter)`` true for the traced tensors that represent parameters."""
     for tensor, own in zip(traced, owns, strict=True):
         if isinstance(own, nn.Parameter):
             tensor._is_param = True
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether the parameter or buffer that a traced tensor stands for is a leaf. Raises ``CaptureError`` for an argument that
-    requires a gradient: a plan serves both kinds."""
+    """Whether the parameter or buffer that a traced tensor represents is a leaf. Raises ``CaptureError`` for an
+    argument that requires a gradient, since one plan serves leaves and others."""
     if tensor.requires_grad and not getattr(tensor, "_is_param", False):
         raise CaptureError(
             f"the forward pass asks whether an argument that requires a gradient is a leaf ({user_source()}), which no plan "
@@ -84,8 +85,8 @@ def is_leaf(tensor: torch.Tensor) -> bool:
 
 
 def refuse_unknown(function: Any, calling: FrameType, tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
-    """Raises ``CaptureError`` where the user's code, ``calling``, asks a ``tensor`` what no plan knows of it. How often
-    one was written that the pass has made is known, not so of those that were ``given``."""
+    """Raise ``CaptureError`` if user code, in the frame ``calling``, asks a ``tensor`` for something that no plan
+    knows. The ``_version`` of a tensor that the pass has made is known; that of a ``given`` tensor is not."""
     if function not in _UNKNOWN:
         return
     if (

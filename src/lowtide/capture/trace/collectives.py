@@ -1,6 +1,6 @@
-"""Collectives that write into the tensors that they are given (``torch.distributed.all_to_all_single`` and its like), as
-functional ones while a model is traced: a program knows these (``distributed.collectives``), and runs them once, in its
-order."""
+"""Replace collectives that write into given tensors (such as ``torch.distributed.all_to_all_single``) by functional
+ones while a model is traced. Programs support the functional ones (``distributed.collectives``) and run each once,
+in the program's order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FUNCTIONAL = {  # in torch.distributed, and in torch.distributed._functional_co
 
 @contextlib.contextmanager
 def functional() -> Iterator[None]:
-    """Inside, this thread's collectives are functional. What begins one and awaits it later raises ``CaptureError``."""
+    """Inside, this thread's collectives are functional. A collective with ``async_op=True`` raises ``CaptureError``."""
     if not (distributed.is_available() and distributed.is_initialized()):
         yield
         return
@@ -57,7 +57,7 @@ def _instead(name: str, functional: Callable[..., Any]) -> Callable[[Callable[..
 
 
 def refuse_others(_mode: Any, func: Any, _args: Any, _kwargs: Any) -> Any:
-    """Refuses what communicates otherwise: it would run while it is traced, and with other ranks."""
+    """Raise ``CaptureError`` for any other communication: it would run during the trace, with other ranks."""
     if isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d":
         raise CaptureError(
             f"the model communicates by {func}, which is known to no program. Call {', '.join(_FUNCTIONAL)} as attributes of "

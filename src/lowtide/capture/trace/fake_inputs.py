@@ -1,4 +1,4 @@
-"""The fake tensors that a trace is given: of a model's state, and of a call's arguments."""
+"""The fake tensors that a trace starts from: those of a model's state, and of a call's arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fakes_of(
     tensors: Sequence[torch.Tensor],
     unknown: Collection[int] = (),
 ) -> list[torch.Tensor]:
-    """In their order. ``unknown``: those that answer no questions."""
+    """Fake tensors of the state, then of the arguments. ``unknown``: positions of those that answer no questions."""
     every = enumerate((*state, *tensors))
     return [_fake(mode, tensor, i, len(state), i not in unknown) for i, tensor in every]
 
@@ -55,6 +55,6 @@ def _same_layout(mode: AnsweringFakeMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_attributes(real: torch.Tensor, traced: torch.Tensor) -> None:
-    """Give a traced tensor what Python code put on the real one."""
+    """Give a traced tensor the attributes that Python code set on the real one."""
     if not isinstance(real, FakeTensor):
         vars(traced).update({name: value for name, value in vars(real).items() if name not in vars(traced)})

@@ -1,8 +1,9 @@
-"""Results of operators whose own fake kernel refuses what the real one accepts, or says something else.
+"""Results of operators whose fake kernel refuses what the real one accepts, or returns something different.
 
-``_grouped_mm``: the fake kernel takes bfloat16 only; on CPU float32 works (Mixtral). ``_ctc_loss``: the fake kernel gives up
-because a shape depends on the target lengths, which are known where they are an input. Norms: the statistics of a reduced
-input are of the weight's type, which is float32 under autocast. ``expand``: of symbolic sizes, strides of dimensions of size 1.
+- ``_grouped_mm``: the fake kernel takes bfloat16 only; on the CPU, float32 works too (Mixtral).
+- ``_ctc_loss``: the fake kernel refuses, since a shape depends on target lengths; these are known if they are an input.
+- Norms: with a low-precision input, statistics have the type of the weight, which is float32 under autocast.
+- ``expand`` with symbolic sizes: the strides of dimensions of size 1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 _ATEN = torch.ops.aten
-NORMS = {  # the position of the weight
+NORMS = {  # position of the weight
     _ATEN.native_layer_norm.default: 2,
     _ATEN.native_group_norm.default: 1,
     _ATEN._native_batch_norm_legit_functional.default: 1,
@@ -29,7 +30,7 @@ RESIZED_BACKWARD = {
 
 
 def norm_statistics(function: Any, args: Sequence[Any], result: Any) -> Any:
-    """``result`` of a norm on the CPU with mean and reciprocal deviation in the type of its weight."""
+    """``result`` of a norm on the CPU, with mean and reciprocal deviation in the type of its weight."""
     position = NORMS[function]
     weight = args[position] if len(args) > position else None
     if weight is None or weight.device.type != "cpu" or result[1].dtype == weight.dtype:
@@ -57,7 +58,8 @@ def grouped_mm(
 
 
 def ctc_loss(log_probabilities: torch.Tensor, longest_target: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of ``aten._ctc_loss``: a loss per sample, and the (batch, time, 2 x longest target + 1) table of the DP."""
+    """Outputs of ``aten._ctc_loss``: one loss per sample, and the table of its dynamic program, of shape (batch, time,
+    2 x longest target + 1)."""
     batched, steps = log_probabilities.dim() == 3, log_probabilities.shape[0]
     batch = log_probabilities.shape[1] if batched else 1
     loss = log_probabilities.new_empty((batch,) if batched else ())
@@ -65,13 +67,13 @@ def ctc_loss(log_probabilities: torch.Tensor, longest_target: int) -> tuple[torc
 
 
 def ctc_loss_backward(log_probabilities: torch.Tensor) -> torch.Tensor:
-    """Contiguous whatever the layout of the input."""
+    """Contiguous for any layout of the input."""
     return log_probabilities.new_empty(log_probabilities.shape)
 
 
 def expanded(tensor: torch.Tensor, size: Sequence[Any]) -> torch.Tensor:
-    """``tensor.expand(size)`` of symbolic sizes, with the strides that the real one gives new dimensions of size 1."""
-    shape, strides = list[Any](), list[Any]()  # from the last one
+    """``tensor.expand(size)`` with symbolic sizes, with the real strides of new dimensions of size 1."""
+    shape, strides = list[Any](), list[Any]()  # last dimension first
     for number, wanted in enumerate(reversed(size), 1):
         if number <= tensor.dim():
             known, stride = tensor.shape[-number], tensor.stride(-number)
@@ -87,6 +89,6 @@ def expanded(tensor: torch.Tensor, size: Sequence[Any]) -> torch.Tensor:
 def resized_backward(
     gradient: torch.Tensor, output_size: Sequence[int], input_size: Sequence[int], *_: Any
 ) -> torch.Tensor:
-    """The gradient of an image that was resized."""
+    """The gradient of a resized image."""
     layout = torch._prims_common.suggest_memory_format(gradient)
     return torch.empty(input_size, dtype=gradient.dtype, device=gradient.device, memory_format=layout)

@@ -1,5 +1,5 @@
-"""Tensors over memory that is not PyTorch's, that of an array of NumPy's, say. To a tracer they are constants, and what is
-written into them a value of the program's: nothing is written where they lie."""
+"""Tensors in memory that is not PyTorch's, such as a NumPy array's. The tracer takes them for constants, and writes
+into them for values of the program: nothing would be written into the array."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LIFT = torch.ops.aten.lift_fresh.default
 
 
 class _Lifted(NamedTuple):
-    """What the tracer has for a ``real`` tensor over memory of somebody else's."""
+    """A ``real`` tensor in foreign memory, and the tracer's tensor for it."""
 
     real: torch.Tensor
     functional: Any
 
 
 def note_lifted(mode: Any, real: Any, functional: Any) -> None:
-    """The functional ``mode`` has made ``functional`` of ``real``."""
+    """Record that the functional ``mode`` has made ``functional`` from ``real``."""
     if isinstance(functional, FunctionalTensor) and _is_foreign(real):
         vars(mode).setdefault("lifted", []).append(_Lifted(real, functional))
 
@@ -40,10 +40,13 @@ def _is_foreign(real: Any) -> bool:
 def refuse_array_writes(
     own: Iterable[Any], read: Iterable[Any], given: Iterable[tuple[torch.Tensor, torch.Tensor]]
 ) -> Callable[[], None]:
-    """Raises ``CaptureError`` where the trace has written through a tensor into the memory of one of NumPy's arrays; returns
-    what does so again, for the end of the backward pass. Arrays are looked for in containers as well: those that outlive the
-    call, which are the ``own`` ones of the arguments and of the model's copy, and those that were ``read``; the latter where
-    they show the memory of a real tensor that a functional one, beside it in ``given``, stands for."""
+    """Raise ``CaptureError`` if the trace has written, through a tensor, into the memory of a NumPy array. Returns a
+    function that checks again, for the end of the backward pass.
+
+    Arrays that outlive the call are looked for, also in containers. ``own``: the arguments and the model's copy.
+    ``read``: other objects that the trace has read. ``given``: pairs of a real tensor and the functional one that
+    represents it; a write into one of them counts if it shares memory with an array in ``read``.
+    """
     read = _arrays(read)
     mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     lifted: list[_Lifted] = vars(mode).setdefault("lifted", [])
@@ -58,7 +61,7 @@ def refuse_array_writes(
         with _disable_current_modes():
             views = {id(one): _bytes_of(one.real) for one in (*lifted, *(one for one, _ in written))}
         for one, arrays in written:
-            others = [views[id(other)] for other in lifted if other is not one]  # two tensors over one memory
+            others = [views[id(other)] for other in lifted if other is not one]  # tensors that share its memory
             _refuse(any(np.may_share_memory(views[id(one)], array) for array in (*arrays, *others)))
 
     refuse()
@@ -66,7 +69,8 @@ def refuse_array_writes(
 
 
 def refuse_changed_arrays(arrays: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Raises ``CaptureError`` where one of these, which in eager share the memory of tensors, is no more what it was."""
+    """Raise ``CaptureError`` if one of these arrays, which share memory with tensors in eager, differs from its
+    copy."""
     _refuse(any(array.tobytes() != before.tobytes() for array, before in arrays))
 
 
@@ -76,7 +80,7 @@ def _arrays(some: Iterable[Any]) -> list[np.ndarray]:
 
 
 def _bytes_of(real: torch.Tensor) -> np.ndarray:
-    """Those that it spans: NumPy does not know all types of PyTorch's."""
+    """The memory that the tensor spans, as bytes, since NumPy does not have all types of PyTorch."""
     return stretch_of(real.detach()).view(torch.uint8).numpy()
 
 

@@ -1,4 +1,4 @@
-"""Where in the user's program the nodes of a trace come from: the module that ran, and the line."""
+"""Which module and line of the user's program each node of a trace comes from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 
 from lowtide.capture.trace.patches import wrapped
 
-_KEY = "lowtide"  # inside the one annotation that the tracer copies to nodes
+_KEY = "lowtide"  # key in the one annotation that the tracer copies to nodes
 
 
 @contextlib.contextmanager
 def origins_announced(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Inside, every module of a tree notes its path for the tracer while it runs, see ``origin``. ``call``: how modules are
-    called otherwise."""
+    """Inside, each module of the tree records its path for the tracer while it runs (see ``origin``). ``call``: what
+    ``nn.Module.__call__`` does otherwise."""
     names = {id(module): name for name, module in model.named_modules()}
     path = [""]
 
@@ -36,18 +36,18 @@ def origins_announced(model: nn.Module, call: Callable[..., Any]) -> Iterator[No
 
 
 def origin(node: torch.fx.Node) -> tuple[str, str]:
-    """Module path and ``file:line`` that were current when a forward node was traced."""
+    """The module path and the ``file:line`` that were current when a forward node was traced."""
     noted = node.meta.get("custom", {}).get(_KEY, {})
     return noted.get("module", ""), noted.get("source", "")
 
 
 def period_of_casts(node: torch.fx.Node) -> str:
-    """Until when a cast was kept, see ``trace.autocast``."""
+    """The period in which autocast keeps a cast (``trace.autocast``)."""
     period: str = node.meta.get("custom", {}).get(_KEY, {}).get("casts", "")
     return period
 
 
 def note(**changes: str) -> None:
-    """What is current from now on."""
+    """Record changes of the current origin, for the nodes traced from now on."""
     custom = fx_traceback.current_meta.get("custom", {})
     fx_traceback.current_meta["custom"] = {**custom, _KEY: {**custom.get(_KEY, {}), **changes}}

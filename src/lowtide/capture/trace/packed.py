@@ -1,9 +1,9 @@
 """Packed sequences as operators of a program.
 
-PyTorch packs, pads and runs recurrent layers over packed sequences in functions that read the lengths in memory, which fake
-tensors have none of. While tracing, these stand in for them: they read the lengths as Python code does, so other lengths are
-another program. Rows are chosen and placed by one operator each, in the layouts that eager gives them; a layer is one operator,
-see ``program.recurrent``.
+PyTorch packs, pads and runs recurrent layers over packed sequences in functions that read the lengths from memory, and
+fake tensors have no memory. The functions of this module replace them while a model is traced. They read the lengths as
+Python code does, so other lengths need another program. Rows are chosen and placed by one operator each, in the layouts
+that eager gives them. A layer is one operator (``program.recurrent``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from lowtide.program.recurrent import BACKWARD, KINDS, Recurrent
 
 
 def _recurrent(kind: str) -> Callable[..., Any]:
-    """Stands for the function of a kind of recurrent layer, which takes padded or packed sequences."""
+    """The replacement for PyTorch's function for one kind of recurrent layer, which takes padded or packed
+    sequences."""
 
     def run(
         data: Tensor, batch_sizes: Any, hx: Any, params: Any, biases: Any = None, layers: Any = None, dropout: Any = 0.0,
@@ -33,14 +34,14 @@ def _recurrent(kind: str) -> Callable[..., Any]:
         sizes, each = _integers(batch_sizes), len(params) // len(first[0])
         if sizes is None:
             return NotImplemented
-        if sizes[0] == sizes[-1]:  # eager takes these for padded ones, too
+        if sizes[0] == sizes[-1]:  # eager runs these as padded ones too
             full, options = (
                 data.view(len(sizes), sizes[0], -1),
                 (params, biases, layers, dropout, training, bidirectional),
             )
             result, *last = getattr(torch, kind)(full, hx, *options, False)
             return result.reshape(len(data), -1), *last
-        if each % 2:  # with a projection
+        if each % 2:  # has a projection
             return NotImplemented
         return _stacked(kind, data, sizes, first, params, layers, dropout if training else 0, bidirectional)
 
@@ -51,7 +52,7 @@ def _stacked(
     kind: str, data: Tensor, sizes: list[int], first: Sequence[Sequence[Tensor]], params: Sequence[Tensor], layers: int,
     dropout: float, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Recurrent layers one on the other, each in one direction or two."""
+    """Recurrent layers on top of each other, each in one direction or two."""
     each, last = len(params) // len(first[0]), list[Any]()
     for layer in range(layers):
         results: list[Any] = []
@@ -94,7 +95,7 @@ def _places(sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def _integers(tensor: Any) -> list[int] | None:
-    """As Python code reads them; ``None`` where they are not known."""
+    """The numbers as Python code reads them; ``None`` if they are not known."""
     real = read_values(tensor)
     return None if real is None else real.tolist()
 
@@ -109,8 +110,8 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def of_packed(function: Any) -> Callable[..., Any]:
-    """What to call for a function of PyTorch's: where that is one on packed sequences whose lengths are known, what stands for
-    it."""
+    """What to call in place of a function of PyTorch's: its replacement, if it is one on packed sequences whose lengths
+    are known, or else the function itself."""
     own = _FUNCTIONS.get(function) if isinstance(function, _BUILTIN) else None
     if own is None:
         return function  # type: ignore[no-any-return]
@@ -123,8 +124,9 @@ def of_packed(function: Any) -> Callable[..., Any]:
 
 
 def refuse_later_terms(module: fx.GraphModule, others_add: bool) -> None:
-    """Raises ``CaptureError`` where a layer's gradient of its weights, which is the sum of a term for each step, is added to
-    something: eager adds the terms one by one. ``others_add``: they do so outside of the program too."""
+    """Raise ``CaptureError`` if the gradient of a recurrent layer's weights, a sum with one term per step, is added to
+    another gradient: eager adds the terms one by one. ``others_add``: other gradients are also added outside of the
+    program."""
     for node in module.graph.find_nodes(op="call_function", target=BACKWARD):
         wanted: Any = [place for place, is_wanted in enumerate(node.args[2]) if is_wanted]
         of_weights = [user for user in node.users if wanted[user.args[1]] > len(node.args[6])]

@@ -1,4 +1,4 @@
-"""Other attributes for a while."""
+"""Replace attributes for the duration of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-CAPTURING = threading.RLock()  # held by who replaces attributes to trace: they are replaced in the whole process
-STANDS_FOR = "_lowtide_stands_for"  # attribute of a function or a class that is in another's place: that one
+CAPTURING = threading.RLock()  # held while tracing, which replaces attributes in the whole process
+STANDS_FOR = "_lowtide_stands_for"  # attribute of a replacement: what it replaces
 
 
 @contextlib.contextmanager
@@ -30,8 +30,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def all_wrapped(
     places: Iterable[tuple[Any, str]], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Inside, this thread calls what ``wrap`` makes of the function at each place, an owner and a name; all others call the
-    function."""
+    """Inside, this thread calls ``wrap(function)`` for the function at each place, a pair of owner and name. Other
+    threads call the function itself."""
     functions = [(owner, name, getattr(owner, name)) for owner, name in places]
     inherited = [(owner, name) for owner, name, _ in functions if isinstance(owner, type) and name not in vars(owner)]
     for owner, name, function in functions:
@@ -49,12 +49,12 @@ def all_wrapped(
 def wrapped(
     owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> contextlib.AbstractContextManager[None]:
-    """The same for one place."""
+    """``all_wrapped`` for one place."""
     return all_wrapped([(owner, name)], wrap)
 
 
 def telling(tell: Callable[[], object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For ``all_wrapped``: the function itself, each call of which is told first."""
+    """An argument for ``all_wrapped``: call ``tell`` before each call of the function."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def told(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def telling(tell: Callable[[], object]) -> Callable[[Callable[..., Any]], Callab
 
 
 def by_thread(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls the first in this thread, and the second in all others."""
+    """A function that calls ``own`` in this thread and ``function`` in all others."""
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,8 @@ def by_thread(own: Callable[..., Any], function: Callable[..., Any]) -> Callable
 
 
 class InPlace(type):
-    """Of a class that stands in the place of one of Python's, its ``original``, for a while: it is asked as that is."""
+    """Metaclass of a class that replaces a built-in class, its ``original``, for a while. Instance and subclass checks
+    and attributes are those of the original."""
 
     original: type
 
@@ -93,13 +94,14 @@ class InPlace(type):
 
 
 def stood_for(value: Any) -> Any:
-    """What a function or a class is in the place of for a while; anything else as it is."""
+    """The function or class that ``value`` replaces for a while; ``value`` itself if it replaces none."""
     return vars(value).get(STANDS_FOR, value) if isinstance(value, (types.FunctionType, type)) else value
 
 
 def replaced_methods() -> dict[int, Any]:
-    """PyTorch's own methods of tensors, by the ids of the functions of others that stand in their place: a mode is told of a
-    method by what stands under its name, so of such a function where that calls the method that it replaces."""
+    """PyTorch's own methods of tensors, by the ids of the user's functions that replace them. A mode is called with
+    whatever is the class's attribute of that name. If the user's replacement calls the original, the mode is thus
+    called with the replacement."""
     return {
         id(value): getattr(torch._C.TensorBase, name)
         for name, value in vars(torch.Tensor).items()
@@ -108,8 +110,9 @@ def replaced_methods() -> dict[int, Any]:
 
 
 def below(function: Any, calling: types.FrameType) -> Any:
-    """What a function of PyTorch's that has come to a mode goes on with, where ``calling`` is its call of the mode. It hands
-    over what stands under its name; where that is a wrapper of the user's, which is running already, itself."""
+    """The function that a mode goes on with when it is called with ``function``; ``calling`` is the frame that called
+    the mode. PyTorch passes the attribute of that name. If this is a wrapper of the user's, which is already
+    running, the result is the wrapped function of PyTorch's itself."""
     asking = calling.f_back
     if asking is None or calling.f_code is not torch.overrides.handle_torch_function.__code__:
         return function
@@ -119,7 +122,7 @@ def below(function: Any, calling: types.FrameType) -> Any:
     )
     if ours or asking.f_code.co_freevars:
         return function
-    variables = dict(asking.f_globals)  # in which it stands under its name, for other modes
+    variables = dict(asking.f_globals)  # in which other modes find it by its name
     itself = types.FunctionType(asking.f_code, variables)
     variables[asking.f_code.co_name] = itself
     return itself

@@ -1,8 +1,8 @@
-"""Symbolic sizes: a trace that stands for calls of many shapes.
+"""Symbolic sizes: one trace for calls of many shapes.
 
-The dimensions that vary from call to call are symbols of a ``ShapeEnv`` of PyTorch's, and so are numbers of rows that data
-select (a mask). Sizes that follow from them are expressions; whatever Python code or an operator asks about them is answered
-for the call that is traced, and becomes a condition on the sizes of other calls.
+The dimensions that vary from call to call are symbols of PyTorch's ``ShapeEnv``. So are the numbers of rows that data
+select (by a mask). Sizes computed from them are expressions. When Python code or an operator asks about a size, it gets
+the answer of the traced call, and this answer becomes a condition on the sizes of other calls.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch.utils._sympy.printers import PythonPrinter
 from lowtide.errors import CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-Shapes = Sequence[Sequence[int]]  # of the tensors of a call, as ``extents`` tells them
-Place = tuple[int, int]  # tensor of the call, place among its extents
+Shapes = Sequence[Sequence[int]]  # of the tensors of a call, by ``extents``
+Place = tuple[int, int]  # tensor of the call, index in its extents
 
 
 class SymbolicSizes:
-    """The sizes at ``varying`` places of a call's tensors, as symbols. Those that are equal in the traced call are one symbol,
-    but with ``apart``."""
+    """The sizes at the ``varying`` places of a call's tensors, as symbols. Sizes that are equal in the traced call
+    share a symbol, unless ``apart``."""
 
     def __init__(self, varying: Collection[Place], apart: bool = False) -> None:
         self.varying = sorted(varying)
         self.apart = apart
         self.environment: Any = None
         self.expressions: dict[Place, sympy.Expr] = {}
-        self.traced: dict[sympy.Symbol, int] = {}  # the value of each symbol in the call that is traced
-        self._selected: dict[Any, Any] = {}  # numbers of rows, by what they are known by
+        self.traced: dict[sympy.Symbol, int] = {}  # value of each symbol in the traced call
+        self._selected: dict[Any, Any] = {}  # numbers of rows, by their keys
 
     def begin(self) -> Any:
         self.expressions, self.traced, self._selected = {}, {}, {}
@@ -44,7 +44,7 @@ class SymbolicSizes:
         return self.environment
 
     def fake(self, mode: Any, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        """The fake tensor of the call's tensor of that number."""
+        """The fake tensor for the call's tensor with this number."""
         varying, dims = {at for index, at in self.varying if index == number}, range(tensor.dim())
         if not varying:
             fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
@@ -66,14 +66,14 @@ class SymbolicSizes:
                 specialize_on=None,
             ),
         )
-        if not tensor.is_contiguous():  # its other strides are symbols, too
+        if not tensor.is_contiguous():  # its other strides are symbols too
             varying.update(len(dims) + dim for dim in dims)
         for at in sorted(varying):
             self.expressions[number, at] = self._varies((*fake.shape, *fake.stride())[at])
         return fake
 
     def selected(self, real: torch.Tensor, known: Any) -> tuple[Any, ...]:
-        """The shape of ``real``, of which data say how many rows it has: a symbol for each that is ``known``."""
+        """The shape of ``real``, whose number of rows depends on data: one symbol per ``known`` key."""
         rows = self._selected.get(known)
         if rows is None:
             source = LocalSource(f"selected{len(self._selected)}")
@@ -90,12 +90,12 @@ class SymbolicSizes:
         return found
 
     def are_fixed(self) -> bool:
-        """Whether what was asked about them lets none be another number."""
+        """Whether the conditions leave each symbol only one possible value."""
         ranges = self.environment.var_to_range
         return all(ranges[symbol].lower == ranges[symbol].upper for symbol in self.traced)
 
     def conditions(self) -> list[sympy.Expr]:
-        """What was asked about the symbols, as it was answered, the bounds of their ranges included."""
+        """What was asked about the symbols, with the answers, and the bounds of their ranges."""
         environment = self.environment
         if environment.deferred_runtime_asserts:
             raise CaptureError("sizes depend on the values of tensors")
@@ -109,7 +109,7 @@ class SymbolicSizes:
 
 
 def extents(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of a call's tensor, and its strides where these do not follow from them."""
+    """The sizes of a call's tensor, and its strides unless it is contiguous."""
     if tensor.is_nested:
         return ()
     return (*tensor.shape, *(() if tensor.is_contiguous() else tensor.stride()))
@@ -120,7 +120,7 @@ def expression(value: Any) -> sympy.Expr:
 
 
 def compiled(expressions: Iterable[sympy.Expr], symbols: Sequence[sympy.Symbol]) -> Callable[..., list[Any]]:
-    """A function of the symbols' values that returns those of the expressions."""
+    """A function from the values of the symbols to the values of the expressions."""
     printer = PythonPrinter()
     names = [str(symbol) for symbol in symbols]
     code = f"lambda {', '.join(names)}: [{', '.join(printer.doprint(one) for one in expressions)}]"
@@ -129,7 +129,7 @@ def compiled(expressions: Iterable[sympy.Expr], symbols: Sequence[sympy.Symbol])
 
 
 def values_of(shapes: Shapes, expressions: Mapping[Place, sympy.Expr]) -> dict[sympy.Symbol, int] | None:
-    """The value of each symbol in a call with tensors of these shapes; ``None`` where sizes differ that must be equal."""
+    """The value of each symbol in a call with tensors of these shapes; ``None`` if sizes that must be equal differ."""
     values: dict[sympy.Symbol, int] = {}
     for (number, at), one in expressions.items():
         if one.is_Symbol and values.setdefault(one, shapes[number][at]) != shapes[number][at]:
@@ -139,7 +139,7 @@ def values_of(shapes: Shapes, expressions: Mapping[Place, sympy.Expr]) -> dict[s
 
 
 def hint(value: Any) -> Any:
-    """The number that a symbolic one is in the call that is traced; anything else as it is."""
+    """The value that a symbolic number has in the traced call; any other value unchanged."""
     return value.node.hint if isinstance(value, SYMBOLIC) else value
 
 
@@ -148,14 +148,16 @@ def hints(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def hashable(value: Any) -> Any:
-    """The value, or what tells a symbolic number apart."""
+    """The value, or a text that identifies a symbolic number."""
     return str(value) if isinstance(value, SYMBOLIC) else value
 
 
 def in_symbols(shape: Sequence[Any], strides: Sequence[int]) -> tuple[Any, ...]:
-    """``strides`` of a dense tensor of the traced call in terms of the sizes of its ``shape``, where any of these is a symbol.
+    """The ``strides`` of a dense tensor of the traced call, written in the sizes of its ``shape`` if any of these is a
+    symbol.
 
-    Raises ``CaptureError`` where they are no order of its dimensions. Of an empty tensor they are as they are.
+    The strides of an empty tensor are returned unchanged. Raises ``CaptureError`` if the strides are no permutation of
+    the dimensions.
     """
     if 0 in hints(shape) or not any(isinstance(size, SYMBOLIC) for size in shape):
         return tuple(strides)

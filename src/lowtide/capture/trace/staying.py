@@ -1,4 +1,4 @@
-"""Modules that a forward pass moves to where they are already (``expert.to(x.device)``) stay as they are."""
+"""Make ``module.to(...)`` do nothing if the module is already there (``expert.to(x.device)`` in a forward pass)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def staying(to: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """``nn.Module.to``, which reads gradients and sets data even where nothing is to change."""
+    """``nn.Module.to`` without its reads of gradients and writes of data if nothing is to change."""
 
     def moved(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         asked: Any = torch._C._nn._parse_to(*args, **kwargs)

@@ -1,8 +1,9 @@
 """Functional twins of foreign operators that write into their arguments.
 
-A captured program is functional. PyTorch makes such operators functional only where they return nothing that they wrote into,
-and as a higher-order operator. So while tracing, a call of one becomes a call of an operator that is registered here for it:
-it runs the operator on copies of what it writes, and returns those beside its results; what came out is copied back.
+A captured program is functional. PyTorch can make such an operator functional only if it returns nothing that it wrote
+into, and then only as a higher-order operator. So while a model is traced, a call of one is replaced by a call of a
+twin registered here. The twin runs the operator on copies of the arguments it writes, and returns the copies after its
+results; they are then copied back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _TWINS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def through_twins(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs these operators under the functional ``mode``, and norms that write what their schemas do not tell of."""
+    """Run foreign operators that write, and norms whose schemas do not mention what they write, under the functional
+    ``mode``. Returns ``NotImplemented`` for other operators."""
     if statistics := _statistics(func, args):
         with mode:
             results = [*running_statistics.functional_form(func)(*args)]
@@ -48,14 +50,14 @@ def through_twins(mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _statistics(func: Any, args: Any) -> tuple[int, ...]:
-    """The positions of running statistics that a norm writes in this call."""
+    """The positions of the running statistics that a norm writes in this call."""
     if getattr(func, "namespace", "") != "aten" or (name := func._schema.name[6:]) not in running_statistics.FUNCTIONAL:
         return ()
     return tuple(place for place in running_statistics.written_positions(name, args) if isinstance(args[place], Tensor))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that it writes into, in the order of its schema."""
+    """The tensors that the operator writes into, in the order of its schema."""
     return [
         leaf
         for position, argument in enumerate(func._schema.arguments)
@@ -86,7 +88,8 @@ def _returned(func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> Any:
 
 
 def _twin(func: Any) -> Callable[..., Any]:
-    """Takes what ``func`` takes; a list of what that newly returns, and of what it wrote."""
+    """The twin of ``func``: it takes the same arguments, and returns a list of the new results and the written
+    copies."""
     if func not in _TWINS:
         schema = func._schema
         if any(one.alias_info is None and str(one.type) != "Tensor" for one in schema.returns):
@@ -119,7 +122,7 @@ def _on_copies(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _copied(value: Any) -> Any:
-    """With the layouts of what it is a copy of: they choose kernels."""
+    """Copies with the same strides, since these decide which kernel runs."""
     return pytree.tree_map_only(
         Tensor,
         lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device).copy_(one),
@@ -128,6 +131,6 @@ def _copied(value: Any) -> Any:
 
 
 def _parameters(schema: Any) -> str:
-    """As a schema has them, none of them written."""
+    """The parameters of the schema, without the marks for written ones."""
     parameters, _, _ = str(schema).partition("(")[2].rpartition(") -> ")
     return re.sub(r"Tensor\([^()]*\)", "Tensor", parameters)

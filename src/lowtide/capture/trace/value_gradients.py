@@ -1,4 +1,5 @@
-"""Functions whose gradients eager computes by looking at values, while a model is traced: see ``program.value_gradients``."""
+"""While a model is traced, replace functions whose gradients depend on values that eager looks at (see
+``program.value_gradients``)."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from lowtide.program.value_gradients import Filled, Product
 
 
 def with_value_gradient(function: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """What a call of such a function stands for; ``None`` for any other call of PyTorch's functions."""
+    """The result of such a function, computed by its replacement; ``None`` for any other function."""
     applied: Callable[..., Tensor | None] | None = _FUNCTIONS.get(function)
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by ``torch.func``
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by torch.func
     if applied is None or transformed or not torch.is_grad_enabled():
         return None
     return applied(*args, **kwargs)

@@ -1,10 +1,10 @@
-"""Functions that read sizes as numbers, written out where sizes are symbols.
+"""Versions of functions that read sizes as numbers, for traces with symbolic sizes.
 
-``len`` gives a number of Python's, and ``range`` takes such. The C++ code of others takes the sizes of its arguments as such
-numbers and calls operators. In a trace with symbolic sizes each would fix its sizes to those of the traced call
-(``interpolate``), or end it (an LSTM). So there ``len`` gives a symbol, ``range`` asks only how many steps it has, and the same
-operators are called from here. Whoever makes a family of calls compares it with a
-capture by PyTorch's own code.
+``len`` returns a Python number, and ``range`` takes Python numbers. The C++ code of some functions also takes the sizes
+of its arguments as numbers and then calls operators. In a trace with symbolic sizes, this fixes the sizes to those of
+the traced call (``interpolate``) or raises an error (an LSTM). So in such a trace, ``len`` returns a symbol, ``range``
+asks only for its number of steps, and the functions here call the same operators. The caller compares a program for
+many shapes with a capture made by PyTorch's own code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lowtide.capture.trace.sizes import hints
 from lowtide.objects.walk import parts_of
 
 _RANGE = range
-_LSTM = 2  # the kind of recurrent layer, in oneDNN's operator
-_UPSAMPLING = {  # whether corners may be aligned
+_LSTM = 2  # kind of recurrent layer in oneDNN's operator
+_UPSAMPLING = {  # whether it takes align_corners
     "upsample_nearest1d": False, "upsample_nearest2d": False, "upsample_nearest3d": False,
     "_upsample_nearest_exact1d": False, "_upsample_nearest_exact2d": False, "_upsample_nearest_exact3d": False,
     "upsample_linear1d": True, "upsample_bilinear2d": True, "upsample_trilinear3d": True, "upsample_bicubic2d": True,
@@ -35,7 +35,7 @@ _UPSAMPLING = {  # whether corners may be aligned
 
 @contextlib.contextmanager
 def written_out() -> Iterator[None]:
-    """Inside, these functions take symbolic sizes in this thread."""
+    """Inside, these functions accept symbolic sizes in this thread."""
     places = [(torch._C._nn, name) for name in _UPSAMPLING]
     functions = all_wrapped([*places, (torch._VF, "lstm")], _wrapped)
     with functions, wrapped(builtins, "len", _length), replaced(builtins, "range", _Range):
@@ -51,14 +51,14 @@ def _length(function: Callable[[Any], int]) -> Callable[[Any], Any]:
 
 
 class _Counting(InPlace):
-    """Of ``_Range``."""
+    """Metaclass of ``_Range``."""
 
     def __call__(cls, *args: Any) -> Any:
         return _counted(*args) if any(isinstance(one, torch.SymInt) for one in args) else _RANGE(*args)
 
 
 class _Range(metaclass=_Counting):
-    """In the place of ``range``."""
+    """Replaces ``range``."""
 
     original = _RANGE
 
@@ -67,8 +67,8 @@ setattr(_Range, STANDS_FOR, _RANGE)
 
 
 def _counted(*args: Any) -> list[Any]:
-    """The numbers of ``range(*args)``: what is asked about sizes is how many there are, so rows in pieces of 128 may be any
-    that make as many pieces."""
+    """The numbers of ``range(*args)``. The condition on the sizes is only how many numbers there are: rows in pieces of
+    128 may be any number of rows that makes as many pieces."""
     start, stop, step = slice(*args).start or 0, slice(*args).stop, 1 if len(args) < 3 else args[2]
     count = len(_RANGE(*hints((start, stop, step))))
     last, end = start + (count - 1) * step, start + count * step
@@ -91,7 +91,7 @@ def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _upsampled(name: str, function: Any, x: Tensor, output_size: Any, *rest: Any) -> Tensor:
-    """``rest``: whether corners are aligned, and factors for all dimensions, or one for each."""
+    """``rest``: whether corners are aligned, and either one sequence of factors or one factor per dimension."""
     aligned, factors = (rest[:1], rest[1:]) if _UPSAMPLING[name] else ((), rest)
     if len(factors) != 1 or not (factors[0] is None or isinstance(factors[0], Sequence)):
         found: Tensor = function(x, output_size, *rest)
@@ -103,12 +103,13 @@ def _upsampled(name: str, function: Any, x: Tensor, output_size: Any, *rest: Any
 
 
 def _lstm(function: Any, x: Tensor, *args: Any) -> Any:
-    """By oneDNN, where PyTorch takes that on a CPU and no sequences are packed."""
+    """An LSTM by oneDNN's operator, in the cases in which PyTorch uses it: on a CPU, with sequences that are not
+    packed."""
     given = [one for one in parts_of((x, args)) if isinstance(one, Tensor)]
     if isinstance(args[0], Tensor) or not _by_onednn(given):
         return function(x, *args)
     (hidden, cells), weights, has_biases, layers, dropout, train, bidirectional, batch_first = args
-    if hidden.shape[2] != cells.shape[2]:  # projections
+    if hidden.shape[2] != cells.shape[2]:  # has projections
         return function(x, *args)
     x = (x.transpose(0, 1) if batch_first else x).contiguous()
     directions, count = 2 if bidirectional else 1, 4 if has_biases else 2
