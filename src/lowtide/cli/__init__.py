@@ -1,1 +1,1 @@
-"""The ``lowtide`` command, one subcommand per file."""
+"""The ``lowtide`` command, with one file per subcommand."""

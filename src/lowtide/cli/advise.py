@@ -1,8 +1,8 @@
-"""``lowtide advise train.py ARGS``: a few steps of a training script are watched, and then it is stopped.
+"""``lowtide advise train.py ARGS``: watch a few steps of a training script, then stop it.
 
-Then: what memory goes where, in parameters, optimizer states and the modules' activations, and what each budget from 90 down to
-30 % of a pass would cost. ``-o advise.html`` writes a page, of each model where several are trained. ``-m MODULE ARGS`` runs
-a module.
+The answer shows what takes memory (parameters, optimizer states, activations by module) and what each budget from 90 to
+30 % of a pass would cost. ``-o advise.html`` writes a page, one per model if several are trained. ``-m MODULE ARGS``
+runs a module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     target, arguments, as_module = script_of(options)
     if options.output:
-        writer_of(options.output)  # an unknown extension is an error now
+        writer_of(options.output)  # raises for an unknown extension
     from lowtide.integrations.advice import Watch, advise
     from lowtide.integrations.interpreter import run_script
 

@@ -1,7 +1,7 @@
-"""``lowtide compare FILE...``: planners side by side on graphs from files; needs neither a model nor torch.
+"""``lowtide compare FILE...``: compare planners on graphs from files; needs neither a model nor torch.
 
-Percentages of ``--budgets`` refer to the peak without recomputation; a number alone is bytes. A planner that fails is a cell
-of the table, never the end of it.
+Percentages in ``--budgets`` are of the peak without recomputation; plain numbers are bytes. If a planner fails, its
+cell says so and the others go on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lowtide.store import write_atomically
 
 _LONGEST = 1_000_000  # seconds
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-_OF_HIGHSPY = ("checkmate", "checkmate-approx")  # planners that need it
+_OF_HIGHSPY = ("checkmate", "checkmate-approx")  # planners that need highspy
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _planners(text: str | None) -> list[str]:
-    """Specs, each checked. Without any, all of the registry whose optional dependencies are installed."""
+    """Planner specs, each checked. By default all planners whose optional dependencies are installed."""
     if text is None:
         if find_spec("highspy") is not None:
             return list(planner_names())
@@ -101,7 +101,7 @@ def _planners(text: str | None) -> list[str]:
 
 
 def _plot_targets(plot: str | None, instances: list[Instance]) -> list[tuple[Instance, Path]]:
-    """Where each instance's figure goes. Raises before anything runs where that cannot be."""
+    """The file for each instance's figure. Raises before anything runs if there is a problem."""
     if plot is None:
         return []
     require("matplotlib")

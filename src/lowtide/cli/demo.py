@@ -1,8 +1,8 @@
 """``lowtide demo``: train a byte-level GPT-2 with plain PyTorch and with lowtide inside a budget, and compare.
 
-The text is the standard library's sources; dropout is on. Shows losses, measured and predicted peak, and step times, and
-saves a plot of memory over the step, and a map of the addresses that an arena would give its tensors. Exit code 1 if the
-promise is broken: other losses, or a peak above the budget.
+The text is the standard library's sources, and dropout is on. The output shows losses, measured and predicted peaks,
+and step times. It saves a plot of memory over the step, and a map of the addresses that an arena would give the
+tensors. The exit code is 1 if losses differ or a peak exceeds the budget.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowtide.stage_times import itemised, stage_seconds
 from lowtide.store import write_atomically
 from lowtide.units import format_bytes, format_percent, format_time
 
-_FEW_STEPS = 12  # below which all but the first are measured
+_FEW_STEPS = 12  # with fewer steps, all but the first are measured
 
 if TYPE_CHECKING:
     from lowtide.demo.training import Training
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> tuple[Training, Training, Plan, float]:
-    """Both, the plan, and after how many seconds training could start."""
+    """Both trainings, the plan, and the seconds until training could start."""
     import lowtide
     from lowtide.demo.gpt2 import Shape, build_model, draw_batches, load_corpus
     from lowtide.demo.training import Training, repeat_bits, train_side_by_side

@@ -1,4 +1,4 @@
-"""``lowtide env``: versions, device, caches, and which optional packages are missing."""
+"""``lowtide env``: versions, device, caches, and missing optional packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def version(package: str) -> str | None:
-    """The installed version, ``None`` where the package is not installed."""
+    """The installed version; ``None`` if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

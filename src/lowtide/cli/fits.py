@@ -1,7 +1,7 @@
-"""``lowtide fits PACKAGE.MODULE:CALLABLE --device A100-80GB``: whether a model trains on a device.
+"""``lowtide fits PACKAGE.MODULE:CALLABLE --device A100-80GB``: can this model be trained on this device?
 
-The device need not be there, and a model that is built on the meta device takes no memory here either. The exit code is 3 where
-it does not fit."""
+This needs no such device, and a model built on the meta device takes no memory. The exit code is 3 if it does not fit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def answer(options: argparse.Namespace, **own: Any) -> int:
-    """Print whether it fits, asked with its ``own`` arguments beside the options that all such commands have; the exit code."""
+    """Print whether the model fits; returns the exit code. ``own``: the arguments beside the options that all such
+    commands share."""
     import lowtide
     from lowtide.whole_step.mesh import parse_mesh, pretended
     from lowtide.whole_step.pipelined import PipelineFit

@@ -1,7 +1,7 @@
 """``--largest NAME``: the largest batch, number of layers or other integer with which a model fits a device.
 
-Each number that is tried is built and planned by itself, so the answer is what ``lowtide fits`` says of it and of the next one.
-Memory grows about evenly, which says where to look.
+Each number tried is built and planned by itself, so the answer agrees with ``lowtide fits`` for this number and for the
+next one. The search guesses the next number by assuming that memory grows linearly.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from lowtide.whole_step.pipelined import PipelineFit
 
 _LIMIT = 1 << 16
-_GUESSES, _MOST_AT_ONCE = 4, 8  # from small numbers to large ones, each at most so many times the one before
+_GUESSES, _MOST_AT_ONCE = 4, 8  # guesses grow, each at most by this factor
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest ``number`` given as ``name`` that fits, and the largest ``without`` a plan; 0 where not even 1 does. ``fit``:
-    what that number takes; of 0, what 1 would."""
+    """The largest ``number`` of the argument ``name`` that fits, and the largest ``without`` a plan; 0 if not even 1
+    fits. ``fit``: what that number takes; if it is 0, what 1 would take."""
 
     name: str
     number: int
@@ -42,7 +42,7 @@ class Largest:
 
 
 def largest_that_fits(name: str, fit_of: Callable[[int], Fit | PipelineFit]) -> Largest:
-    """The search, by what ``fit_of`` says of a number."""
+    """Search for it. ``fit_of(number)`` says what a number takes."""
     from lowtide.batches.find import largest
 
     known = functools.cache(fit_of)
@@ -64,8 +64,8 @@ def largest_that_fits(name: str, fit_of: Callable[[int], Fit | PipelineFit]) -> 
 
 
 def _on_a_line(one: Fit, number: int, taken_bytes: int) -> int:
-    """About the largest number that fits, where steps take as much more for each as from ``one`` to ``number``, of which one
-    takes ``taken_bytes``; at least 2, and not much larger than ``number``."""
+    """A guess for the largest number that fits, if memory grows linearly. ``one`` and ``number`` are known; one unit
+    takes ``taken_bytes``. At least 2, and not much larger than ``number``."""
     left = one.capacity_bytes - one.reserve_bytes - one.without_bytes
     fits = 1 + left * (number - 1) // max(taken_bytes - one.without_bytes, 1)
     return min(max(fits, 2), _MOST_AT_ONCE * number, _LIMIT)

@@ -1,4 +1,4 @@
-"""``lowtide COMMAND``: errors become exit codes, 0 done, 2 bad usage or input, 3 infeasible budget or capacity."""
+"""``lowtide COMMAND``. Exit codes: 0 success, 2 wrong usage or input, 3 infeasible budget or capacity."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CODES = {
     OnlineBudgetError: 3,
     ScheduleError: 1,
     LowtideError: 2,
-}  # the first that fits; 1 is a defect
+}  # first match counts; 1 is a defect of lowtide
 _COMMANDS = {
     run: "run a training script inside a budget",
     advise: "watch a training script, and say what each budget costs",
@@ -41,7 +41,7 @@ _COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as all errors are said."""
+    """Prints usage errors in one line, like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(_CODES[LowtideError], f'lowtide: {message}; see "{self.prog} --help".\n')
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         name = command.__name__.rpartition(".")[2].replace("_", "-")
         add_options = getattr(command, "add_options", None)
         description = command.__doc__ if add_options else None
-        # No abbreviations: those of a script's own options would be looked for among ours, and be ambiguous there.
+        # No abbreviations: a script's own options could be taken for abbreviations of ours.
         parser_of = commands.add_parser(name, help=summary, description=description, allow_abbrev=False)
         parser_of.set_defaults(run=command.run)
         if add_options is not None:
@@ -75,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return next(code for kind, code in _CODES.items() if isinstance(error, kind))
     except KeyboardInterrupt:
         return _interrupted()
-    except BrokenPipeError:  # the reader of our output has gone, `lowtide plan ... | head`
+    except BrokenPipeError:  # the reader has closed the pipe, `lowtide plan ... | head`
         _drop_output()
         return DONE
     except OSError as error:
-        scripts = options.run in (run.run, advise.run)  # whose own errors are shown as Python does
+        scripts = options.run in (run.run, advise.run)  # a script's own errors are shown as by Python
         if scripts or error.errno not in _UNWRITTEN or error.filename is not None:
             raise
         _drop_output()
@@ -88,17 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupted() -> int:
-    """What is left is the interpreter's end: another interrupt ends it at once, without a traceback of whatever it was at."""
+    """Only the end of the interpreter is left. A second interrupt now ends the process at once, without a traceback."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return INTERRUPTED
 
 
 def _flush() -> None:
-    if sys.stdout is not None:  # which is there unless it was closed, `lowtide planners >&-`
+    if sys.stdout is not None:  # it is None if closed, `lowtide planners >&-`
         sys.stdout.flush()
 
 
 def _drop_output() -> None:
-    """What is printed and not written yet goes nowhere, so that Python does not try to write it at its end."""
+    """Discard output that is not written yet, so that Python does not try to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""``lowtide max-batch PACKAGE.MODULE:CALLABLE``: the largest batch that trains inside a memory budget."""
+"""``lowtide max-batch PACKAGE.MODULE:CALLABLE``: the largest batch that can be trained inside a memory budget."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def add_budget_option(parser: argparse._ActionsContainer) -> None:
 
 
 def add_planner_options(parser: argparse.ArgumentParser, planner: str = "auto") -> None:
-    """``planner``: the default."""
+    """``planner``: the default planner."""
     parser.add_argument(
         "--planner", default=planner, metavar="SPEC", help=f'see "lowtide planners" (default: {planner})'
     )
@@ -25,7 +25,7 @@ def add_planner_options(parser: argparse.ArgumentParser, planner: str = "auto") 
 
 
 def add_offload_options(parser: argparse.ArgumentParser, where: str = '"disk", "disk:/folder", "cpu"') -> None:
-    """Those of a model, and ``where`` its tensors may move to."""
+    """Options to move tensors of a model. ``where``: the help text for where they may go."""
     parser.add_argument("--offload", metavar="WHERE", help=f"let tensors move away and back: {where}")
     parser.add_argument("--offload-budget", metavar="BYTES", help="how much of them may be there at one time")
 
@@ -44,7 +44,7 @@ def add_second_memory_options(parser: argparse.ArgumentParser) -> None:
 
 
 def with_second_memory(costs: Costs, options: argparse.Namespace) -> Costs:
-    """``costs`` with the second memory that the options name, in place of one that they have. Raises ``PlanError``."""
+    """``costs`` with the second memory of the options, instead of its own. Raises ``PlanError``."""
     if options.offload is None:
         if options.offload_budget is not None or options.offload_latency is not None:
             raise PlanError(
@@ -62,12 +62,12 @@ def with_second_memory(costs: Costs, options: argparse.Namespace) -> Costs:
 
 
 def seed(text: str) -> int:
-    """For ``type=``: a whole number from 0 on."""
+    """For ``type=``: an integer of at least 0."""
     return _at_least(0, text)
 
 
 def positive(text: str) -> int:
-    """For ``type=``: a whole number from 1 on."""
+    """For ``type=``: an integer of at least 1."""
     return _at_least(1, text)
 
 
@@ -82,12 +82,12 @@ def _at_least(least: int, text: str) -> int:
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The options of these names, as the arguments of a function."""
+    """The options of these names, as keyword arguments."""
     return {name: getattr(options, name) for name in names}
 
 
 def add_mesh_options(parser: argparse.ArgumentParser) -> None:
-    """``--mesh``, ``--link`` and ``--micro-batches``: a cluster that is not there, one of whose ranks is asked about."""
+    """``--mesh``, ``--link`` and ``--micro-batches``: a cluster that need not exist; the question is about one rank."""
     parser.add_argument(
         "--mesh", metavar="dp=8,tp=4", help="of a cluster that is not there: what one of its ranks takes"
     )

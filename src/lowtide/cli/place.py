@@ -1,8 +1,8 @@
-"""``lowtide place FILE.csv``: an offset for every buffer, within a capacity or as low as can be found; needs no torch.
+"""``lowtide place FILE.csv``: offsets for buffers, within a capacity or as low as can be found; needs no torch.
 
-FILE.csv is MiniMalloc's: ``id,lower,upper,size``, where a buffer is live from ``lower`` to before ``upper``; with a column
-``offset`` the search starts from that placement. The certified gap is how far what is taken up lies above the proven lower
-bound, in percent of that bound.
+FILE.csv has MiniMalloc's format: ``id,lower,upper,size``. A buffer is live from ``lower`` until before ``upper``. If
+there is a column ``offset``, the search starts from this placement. The certified gap is how far the height of the
+placement lies above the proven lower bound, in percent of that bound.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _no_fit(ids: tuple[str, ...], buffers: Buffers, capacity: int, found: Placement) -> InfeasibleBudgetError:
-    """Why nothing within the capacity was found, in a line."""
+    """Why no placement within the capacity was found, in one line."""
     bound, lowest = found.lower_bound_bytes, found.reserved_bytes
     largest = int(buffers.padded.argmax())
     if buffers.padded[largest] > capacity:

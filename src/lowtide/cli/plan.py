@@ -1,7 +1,7 @@
 """``lowtide plan PACKAGE.MODULE:CALLABLE``: capture a model, measure its operators, and plan. The model is not changed.
 
-``--curve`` plans at several budgets, down to the least that is met, and shows what each costs; a ``--budget`` is not needed
-then. The curve is planned by auto{effort=1}, in seconds per point, unless ``--planner`` names another one.
+``--curve`` plans at several budgets, down to the least that is met, and shows what each costs; ``--budget`` is then
+optional. The curve is planned by auto{effort=1}, in seconds per point, unless ``--planner`` names another planner.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _on_mesh(options: argparse.Namespace) -> int:
-    """Whether a model that is spread over a mesh of devices fits each of them; 3 where it does not."""
+    """Whether a model spread over a mesh of devices fits each of them. The exit code is 3 if it does not."""
     if not options.device:
         raise PlanError('a --mesh is one of devices: give --device, such as "H100-80GB".')
     if options.budget or options.curve or options.output or options.chunked_loss:
@@ -94,7 +94,7 @@ def _on_mesh(options: argparse.Namespace) -> int:
 
 
 def _summary(plan: Plan) -> dict[str, Any]:
-    """What ``--json`` prints; without a budget the plan is the one that recomputes nothing."""
+    """What ``--json`` prints. Without a budget, the plan is the one without recomputation."""
     bound, least = plan.lower_bound_ns, plain_time_ns(plan.graph, plan.costs)
     return {
         **{name: getattr(plan, name) for name in _FIGURES},

@@ -1,4 +1,4 @@
-"""``lowtide planners``: what can be given to ``--planner``."""
+"""``lowtide planners``: the values for ``--planner``."""
 
 from __future__ import annotations
 

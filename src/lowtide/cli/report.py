@@ -1,9 +1,10 @@
-"""``lowtide report FILE -o OUT``: a saved plan, or the trace of an online run, as a report for people or for other tools.
+"""``lowtide report FILE -o OUT``: a saved plan, or the trace of an online run, as a report or as a file for other
+tools.
 
-The extension of OUT says which: .html (one self-contained page), .trace.json (Chrome Trace Events, for Perfetto), .pickle (a
-snapshot of the predicted step for pytorch.org/memory_viz), .svg (memory over the step), .map.svg (where every tensor of a plan
-lies, address against time), .txt. A plan saved without a curve gets one for a page, in seconds per point, unless
-``--no-curve`` says otherwise.
+The extension of OUT chooses the form: .html (one self-contained page), .trace.json (Chrome Trace Events, for Perfetto),
+.pickle (a snapshot of the predicted step for pytorch.org/memory_viz), .svg (memory over the step), .map.svg (the
+address of every tensor of a plan against time), .txt. A page includes a curve of overhead against budget. If the plan
+was saved without one, it is planned now, in seconds per point; ``--no-curve`` leaves it out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     outputs = options.output or []
     for path in outputs:
-        writer_of(path)  # an unknown extension is an error now
+        writer_of(path)  # raises for an unknown extension
     measured = load_measurement(options.measurement) if options.measurement else None
     if _is_plan(options.file):
         report = _of_plan(options, measured)
@@ -59,7 +60,7 @@ def _of_plan(options: argparse.Namespace, measured: Measurement | None) -> Repor
         raise PlanError(f"{options.file} is a plan, whose budget is given; --budget and --heuristic are for traces.")
     try:
         plan = Plan.load(options.file)
-    except ScheduleError as error:  # which is no defect of ours: the file says so
+    except ScheduleError as error:  # the fault lies in the file
         raise PlanError(f"{options.file}: its schedule is not valid: {error}") from error
     drawn = any(path.endswith(".html") for path in options.output or [])
     if drawn and not options.no_curve and plan.known_curve is None:
@@ -69,7 +70,8 @@ def _of_plan(options: argparse.Namespace, measured: Measurement | None) -> Repor
 
 
 def _is_plan(path: str) -> bool:
-    """One JSON object is a plan; a trace is compressed, or has a line per event. Raises ``PlanError`` where it is neither."""
+    """Whether the file holds a plan, which is one JSON object. A trace is compressed or has one line per event. Raises
+    ``PlanError`` for anything else."""
     if path.endswith(".gz"):
         return False
     try:

@@ -1,9 +1,9 @@
-"""``lowtide run --budget 60% train.py ARGS``: an unchanged training script inside a memory budget.
+"""``lowtide run --budget 60% train.py ARGS``: run an unchanged training script inside a memory budget.
 
-What the script trains is found when it is first called in training mode, and planned for that call. A budget is of each model's
-forward and backward pass; results are those of the script alone, to the bit (with ``--chunked-loss`` to rounding). ``-m MODULE
-ARGS`` runs a module. With ``--online`` the whole script runs inside ``lowtide.online``, by no plan. A summary follows on
-stderr, however the script ends.
+A model is found when the script first calls it in training mode, and planned for this call. The budget holds for the
+forward and backward pass of each model. Results equal those of the script alone to the bit (to rounding with
+``--chunked-loss``). ``-m MODULE ARGS`` runs a module. With ``--online`` the whole script runs inside
+``lowtide.online``, without plans. A summary on stderr follows in any case.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def script_of(options: argparse.Namespace) -> tuple[str, list[str], bool]:
 def run(options: argparse.Namespace) -> int:
     target, arguments, as_module = script_of(options)
     if options.report and not options.report.endswith(".json"):
-        writer_of(options.report)  # an unknown extension is an error now
+        writer_of(options.report)  # raises for an unknown extension
     settings = _settings(options)
     from lowtide.integrations.interpreter import run_script
 
@@ -120,7 +120,7 @@ def _online(options: argparse.Namespace) -> Iterator[None]:
 
 
 def speaks() -> bool:
-    """Whether this is the first of the processes that train together, or the only one."""
+    """Whether this process prints: the first of those that train together, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -159,7 +159,7 @@ def _summarize(found: Roots, options: argparse.Namespace) -> None:
 
 
 def _outside(found: Roots) -> list[str]:
-    """What ran without a plan or in parts, a line for each reason."""
+    """What ran without a plan or in parts, one line per reason."""
     names: dict[str, list[str]] = {}
     for root in found.roots:
         reason = f"outside of any plan: {root.outside}" if root.outside else root.in_parts
@@ -173,7 +173,7 @@ def _outside(found: Roots) -> list[str]:
 
 
 def _process_lines() -> list[str]:
-    """The most that the process had allocated at once, by the counters that there are."""
+    """The process's peaks, by the allocation counters that exist."""
     import torch
 
     from lowtide.device import accelerator_in_use

@@ -1,13 +1,13 @@
 """``lowtide solve FILE.json``: plan a graph with given costs; needs neither a model nor torch.
 
-The steps of ``--json`` are ``["compute", op]`` and ``["free", op]``. In a graph where one op owns several storages, or
-none, the number after ``"free"`` is the storage's; random ops add ``["save_rng", op]`` and ``["restore_rng", op]``.
-With ``--offload``, or where the graph names a second memory, there are ``["offload", storage]`` and ``["fetch", storage]`` too,
-and ``transfers`` says what moves and how long operators wait for it.
-With ``--layout``, ``offsets`` says where in one block of memory each ``["compute", op]`` and each ``["fetch", storage]`` puts
-its result, in their order and in bytes, and ``reserved_bytes`` how many that takes, workspaces and what is resident throughout
-included; the budget is then on these. ``cuda`` is what the schedule takes without them, under PyTorch's allocator for CUDA.
-The certified gap is how far the schedule's time lies above the proven lower bound, in percent of that bound.
+The steps of ``--json`` are ``["compute", op]`` and ``["free", op]``. In a graph in which an op owns several storages or
+none, the number after ``"free"`` is a storage. Random ops add ``["save_rng", op]`` and ``["restore_rng", op]``. With
+``--offload``, or if the graph has a second memory, there are also ``["offload", storage]`` and ``["fetch", storage]``,
+and ``transfers`` lists the moves and how long operators wait for them. With ``--layout``, ``offsets`` has the addresses
+in bytes, in one block of memory, of the results of each ``["compute", op]`` and ``["fetch", storage]``, in their order.
+``reserved_bytes`` is the size of all memory: the block, workspaces and resident tensors. The budget then limits these
+bytes. ``cuda`` is what the schedule takes without addresses, under PyTorch's allocator for CUDA. The certified gap is
+how far the schedule's time lies above the proven lower bound, in percent of that bound.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from lowtide.units import exact_bytes, format_bytes, format_percent, format_time
 
 
 class Found(NamedTuple):
-    """A schedule, what ``--json`` prints beside it, and the text."""
+    """A schedule, the other fields that ``--json`` prints, and the text."""
 
     schedule: Schedule
     summary: dict[str, Any]
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _add_addresses(found: Found, graph: Graph, costs: Costs, layout: Layout) -> None:
-    """Those of ``layout``, and what CUDA's allocator would reserve without them."""
+    """Add the addresses of ``layout``, and what CUDA's allocator would reserve without them."""
     reserved, placement = layout.reserved_bytes, layout.placement
     native, expandable = (cuda_memory(graph, costs, layout.schedule, expandable_segments=e) for e in (False, True))
     cuda = {"native": asdict(native), "expandable": asdict(expandable)}
@@ -102,7 +102,7 @@ def _add_addresses(found: Found, graph: Graph, costs: Costs, layout: Layout) -> 
 
 
 def _no_addresses(solution: Solution, layout: Layout, budget: int) -> InfeasibleBudgetError:
-    """The schedule is within the budget, its addresses are not."""
+    """The error for a schedule within the budget whose addresses exceed it."""
     reserved = layout.reserved_bytes
     return InfeasibleBudgetError(
         f"no schedule was found whose addresses fit {budget} bytes ({format_bytes(budget)}): the lowest take up {reserved} "
@@ -116,7 +116,7 @@ def _no_addresses(solution: Solution, layout: Layout, budget: int) -> Infeasible
 def _within_budget(
     graph: Graph, costs: Costs, unconstrained: int, options: argparse.Namespace, on_progress: Progress | None
 ) -> Found:
-    """What the planner finds within ``--budget``."""
+    """The planner's answer for ``--budget``."""
     budget = parse_budget(options.budget, unconstrained)
     problem = Problem(graph, costs, budget, options.seed, on_progress)
     placed = solve_placed(problem, options.planner, alignment=options.align) if options.layout else None
@@ -167,7 +167,7 @@ def _within_budget(
         facts["collectives"] = collectives_text(timing)
     heading = f"{solution.status.value} by {solution.planner} in {solution.solve_seconds:.2f} s"
     answer = Found(solution.schedule, summary, heading, facts)
-    if placed and layout:  # what it costs that addresses, not counted bytes, are within the budget
+    if placed and layout:  # the cost of having addresses, not only bytes, within the budget
         counted = summary["counted_overhead_percent"] = overhead_percent(placed.counted.time_ns, least)
         more = f"{overhead - counted:.3f} points of overhead more than with counted bytes in the budget"
         facts["placement"] = more
@@ -178,7 +178,7 @@ def _within_budget(
 def _smallest_budget(
     graph: Graph, costs: Costs, unconstrained: int, options: argparse.Namespace, on_progress: Progress | None
 ) -> Found:
-    """The same of the smallest budget that the planner reaches, and the proven bound below every budget."""
+    """The planner's answer for the smallest budget that it meets, and the proven lower bound of all budgets."""
     began = time.perf_counter()
     schedule = lowest_schedule(graph, costs, options.planner, options.seed, on_progress)
     bound = peak_lower_bound(graph, costs)

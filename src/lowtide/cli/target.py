@@ -1,4 +1,4 @@
-"""What a command is about: the callable that a user names, and the sample of a model that it returns."""
+"""Find the callable that a user names, and the sample of a model that it returns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from lowtide.errors import LowtideError, PlanError
 
-STAGE = "stage"  # the argument that is given the number of a pipeline's stage
+STAGE = "stage"  # argument for the number of a pipeline's stage
 _EXAMPLE = 'for instance "mypackage.models:build", where build() returns (model, args, kwargs)'
 
 
 def sample(target: str, mesh: Any = None, **numbers: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Call the user's callable, with what ``call`` gives it; the current folder is importable. Raises ``PlanError`` for
-    anything but a sample."""
+    """The sample that the user's callable returns, with the current folder importable. Raises ``PlanError`` for
+    anything else."""
     from torch import nn
 
     result = call(target, mesh, **numbers)
@@ -34,8 +34,8 @@ def sample(target: str, mesh: Any = None, **numbers: int) -> tuple[Any, tuple[An
 
 
 def call(target: str, mesh: Any = None, **numbers: int) -> Any:
-    """What the user's callable returns for these ``numbers``, and for the ``mesh`` if it takes one. Raises ``PlanError`` where
-    it cannot be found, takes no such number, or fails."""
+    """The result of the user's callable for these ``numbers``, and for the ``mesh`` if it takes one. Raises
+    ``PlanError`` if it cannot be found, does not take such a number, or fails."""
     try:
         function = find_callable(target)
         return function(**_arguments(target, function, mesh, numbers))
@@ -47,7 +47,7 @@ def call(target: str, mesh: Any = None, **numbers: int) -> Any:
 
 
 def _arguments(target: str, function: Callable[..., Any], mesh: Any, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """The ``numbers``; the ``mesh`` as the argument of that name, else as the first one that has no default."""
+    """The ``numbers``, and the ``mesh`` as the argument of that name or as the first argument without a default."""
     parameters = inspect.signature(function).parameters.values()
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     missing = next((name for name in numbers if all(one.name != name for one in named)), None)
@@ -59,7 +59,7 @@ def _arguments(target: str, function: Callable[..., Any], mesh: Any, numbers: Ma
 
 
 def find_callable(target: str) -> Callable[..., Any]:
-    """The callable that ``PACKAGE.MODULE:CALLABLE`` or ``FILE.py:CALLABLE`` names."""
+    """The callable named by ``PACKAGE.MODULE:CALLABLE`` or ``FILE.py:CALLABLE``."""
     module_name, colon, path = target.partition(":")
     if not colon or not module_name or not path:
         raise PlanError(f"{target!r} does not name a callable; write PACKAGE.MODULE:CALLABLE, {_EXAMPLE}.")

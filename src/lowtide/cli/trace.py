@@ -1,7 +1,8 @@
-"""``lowtide trace FILE``: replay a recorded program within a budget, evicting by a heuristic; needs neither a model nor torch.
+"""``lowtide trace FILE``: replay a recorded program within a budget, with evictions by a heuristic; needs neither a
+model nor torch.
 
-FILE is a lowtide-trace/1 or a log as published with DTR, compressed where it ends in .gz. Percentages of ``--budget`` are
-of the peak without evictions. Several budgets or heuristics make a table of slowdowns, OOM and thrash.
+FILE is a lowtide-trace/1 file or a log as published with DTR, compressed if its name ends in .gz. Percentages in
+``--budget`` are of the peak without evictions. Several budgets or heuristics give a table of slowdowns, OOM and thrash.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _runs(trace: Trace, peak_bytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What ``--json`` prints, in the order asked for."""
+    """What ``--json`` prints, in the order of the options."""
     heuristics = [name.strip() for name in options.heuristic.split(",")]
     budgets = {text.strip(): parse_budget(text.strip(), peak_bytes) for text in options.budget.split(",")}
     for heuristic in heuristics:
@@ -123,7 +124,7 @@ def _table(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def _expect_room(runs: list[dict[str, Any]]) -> None:
-    """Raises ``InfeasibleBudgetError`` where no replay had enough memory."""
+    """Raises ``InfeasibleBudgetError`` if no replay had enough memory."""
     if all(run["status"] == ReplayStatus.OUT_OF_MEMORY.value for run in runs):
         last, whole = runs[-1], runs[-1]["unconstrained_peak_bytes"]
         raise InfeasibleBudgetError(

@@ -1,4 +1,4 @@
-"""A byte-level GPT-2 from ``transformers`` and real text that is on every machine: the standard library's sources."""
+"""A byte-level GPT-2 from ``transformers``, and real text that every machine has: the standard library's sources."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shape:
 
 
 def build_model(shape: Shape, seed: int = 0) -> nn.Module:
-    """GPT-2 in training mode with random weights from ``seed``; the caller's generator is left alone."""
+    """GPT-2 in training mode with random weights from ``seed``. The caller's generator is not touched."""
     transformers = require("transformers")
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(
@@ -51,7 +51,7 @@ def build_model(shape: Shape, seed: int = 0) -> nn.Module:
 
 
 def load_corpus(limit: int = _CORPUS_BYTES) -> torch.Tensor:
-    """The first ``limit`` bytes of the standard library's modules in the order of their names, as int64."""
+    """The first ``limit`` bytes of the standard library's modules in alphabetical order, as int64."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()

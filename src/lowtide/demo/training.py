@@ -1,6 +1,6 @@
-"""Two trainings side by side, step by step, so that both meet the same machine load.
+"""Two trainings side by side, step by step, so that both meet the same load of the machine.
 
-Each run has its own model, optimizer and generator state; nothing but the starting point is shared.
+Each has its own model, optimizer and generator state. They share only the starting point.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _COLOURS = ("#888888", "#1f6fb2")
 
 
 class Training:
-    """One training. ``losses`` per step; ``step_ns`` of the steps that were timed; ``measurements`` of the others."""
+    """One training. ``losses`` has one entry per step, ``step_ns`` the times of timed steps, ``measurements`` those of
+    the others."""
 
     def __init__(self, name: str, model: nn.Module) -> None:
         self.name, self.model = name, model
@@ -46,14 +47,14 @@ class Training:
         return max(measurement.peak_bytes for measurement in self.measurements)
 
     def settle(self) -> None:
-        """Forget the times and measurements of the steps so far, but for their highest peak."""
+        """Forget the times and measurements so far, except for the highest peak."""
         peaks = [self.earlier_peak_bytes, *(measurement.peak_bytes for measurement in self.measurements)]
         self.earlier_peak_bytes = max(peaks)
         self.measurements.clear()
         self.step_ns.clear()
 
     def step(self, batch: torch.Tensor, *, metered: bool) -> None:
-        """One training step: its memory is measured, or its time."""
+        """One training step, in which either memory or time is measured."""
         with generators.kept(self.device):
             self.generator.set_state(self.generator_state)
             self.optimizer.zero_grad(set_to_none=True)
@@ -69,24 +70,24 @@ class Training:
             self.generator_state = self.generator.get_state()
 
     def _pass(self, batch: torch.Tensor) -> None:
-        """Forward and backward: what a budget is about."""
+        """Forward and backward pass, which the budget is for."""
         loss = self.model(input_ids=batch, labels=batch).loss
         loss.backward()
         self.losses.append(loss.item())
 
 
 def repeat_bits(device: torch.device) -> None:
-    """From now on take operators that repeat their bits. By themselves some of an accelerator's do not, such as the gradients
-    of attention: plain PyTorch differs from itself there."""
+    """Use deterministic operators from now on. On an accelerator some are not deterministic by default, such as the
+    gradients of attention, so that even plain PyTorch differs from itself."""
     if not interface_of(device).repeats_bits:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is used first
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first use of cuBLAS
         torch.use_deterministic_algorithms(True)
 
 
 def train_side_by_side(runs: list[Training], batches: list[torch.Tensor]) -> Iterator[int]:
-    """Take every batch with each of the runs in turn; memory is measured at the second step and some later ones.
+    """Train each of the runs on every batch. Memory is measured at the second step and some later ones.
 
-    The order within a step alternates, so that neither run always goes first. Yields the steps that are done.
+    The order of the runs alternates, so that neither always goes first. Yields the number of steps done.
     """
     for index, batch in enumerate(batches):
         for run in runs if index % 2 == 0 else runs[::-1]:
@@ -113,7 +114,7 @@ def memory_figure(measurements: dict[str, Measurement], plan: Plan) -> Any:
         label = f"{name}: peak {peak:.1f} MiB"
         if times:
             axes.step(times, levels, where="post", color=colour, linewidth=1, label=label)
-        else:  # an accelerator tells its peak alone
+        else:  # an accelerator reports only its peak
             axes.axhline(peak, color=colour, linewidth=1, label=label)
     axes.axhline(plan.budget_bytes / _MEBIBYTE, color="#c0392b", linestyle="--", linewidth=1, label="budget")
     axes.set(xlabel="forward and backward pass (share of its time)", ylabel="memory above the start (MiB)")

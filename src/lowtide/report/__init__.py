@@ -1,1 +1,1 @@
-"""Plans for people: text now, other forms later. No torch."""
+"""Readable forms of a plan or trace: text, HTML, pictures, and files for other tools. Imports no torch."""

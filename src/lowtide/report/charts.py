@@ -1,4 +1,4 @@
-"""The pictures of a report that are drawn over time: memory over the step, predicted beside measured."""
+"""The charts of a report over time: memory during the step, predicted and measured."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from lowtide.report.report import Report
 from lowtide.report.svg import SIZES, Chart, Size, read_template, ticks
 from lowtide.units import BYTE_UNITS, TIME_UNITS, format_bytes
 
-SLICES = 600  # of equal time, in which a chart shows the most that is there
+SLICES = 600  # equal slices of time; a chart shows the highest level in each
 
 
 def highest(intervals: Iterable[tuple[int, int, int]], end_ns: int) -> list[tuple[int, int]]:
-    """Per slice of ``end_ns``, the highest level of ``intervals``, (start, end, level), and the first that has it.
-
-    Slices after the last interval are left out.
-    """
+    """For each slice of ``end_ns``, the highest level of ``intervals`` (start, end, level) and the index of the first
+    interval that has it. Slices after the last interval are left out."""
     found = [(-1, 0)] * SLICES
     for index, (start, end, level) in enumerate(intervals):
         first = min(start * SLICES // end_ns, SLICES - 1)
-        last = min(-(-end * SLICES // end_ns), SLICES)  # a slice that it only touches is not its own
+        last = min(-(-end * SLICES // end_ns), SLICES)  # a slice that it only touches does not count
         for position in range(first, max(last, first + 1)):
             if level > found[position][0]:
                 found[position] = level, index
@@ -30,7 +28,7 @@ def highest(intervals: Iterable[tuple[int, int, int]], end_ns: int) -> list[tupl
 
 
 def slices_of(run: StepProfile, end_ns: int) -> list[tuple[int, int]]:
-    """Per slice, the most bytes that are there and the index of the span that has them."""
+    """For each slice, the most bytes in use and the index of the span at which they are."""
     levels = run.levels()
     return highest(((s.start_ns, s.end_ns, level) for s, level in zip(run.spans, levels, strict=True)), end_ns)
 
@@ -40,15 +38,15 @@ def _levels(run: StepProfile, end_ns: int) -> list[int]:
 
 
 def memory_picture(report: Report) -> str:
-    """The memory chart as a file of its own."""
+    """The memory chart as a separate file."""
     return memory_chart(report, SIZES[0], read_template("palette.css") + read_template("charts.css")) + "\n"
 
 
 def memory_chart(report: Report, size: Size, style: str = "") -> str:
-    """Bytes against time, within the budget and without, with the budget, the passes, and where something is recomputed."""
+    """Bytes against time, within the budget and without. Shows the budget, the two passes, and recomputations."""
     run, plain, budget, end_ns = report.run, report.plain, report.budget_bytes, report.end_ns
     within, without = _levels(run, end_ns), _levels(plain, end_ns)
-    shown = budget <= 1.5 * max(plain.peak_bytes, run.peak_bytes)  # far above everything it would flatten the lines
+    shown = budget <= 1.5 * max(plain.peak_bytes, run.peak_bytes)  # a line far above would flatten the others
     top = max(*within, *without, budget if shown else 0, 1)
     chart = Chart(size, end_ns, top)
     chart.axes(ticks(end_ns, size.across, TIME_UNITS), ticks(top, size.up, BYTE_UNITS))
@@ -70,7 +68,7 @@ def memory_chart(report: Report, size: Size, style: str = "") -> str:
 
 
 def _draw_recomputation(chart: Chart, run: StepProfile, end_ns: int) -> None:
-    """A strip below the time axis."""
+    """Draw a strip below the time axis."""
     y = chart.floor + 32
     chart.draw("rect", x=chart.left, y=y, width=chart.right - chart.left, height=10, class_="strip", rx=2)
     repeats = ((span.start_ns, span.end_ns, int(span.again and span.time_ns > 0)) for span in run.spans)
@@ -83,7 +81,7 @@ def _draw_recomputation(chart: Chart, run: StepProfile, end_ns: int) -> None:
 
 
 def measured_chart(run: StepProfile, measured: Measurement, size: Size) -> str:
-    """Predicted and measured bytes, each against the share of its own time; empty where there is no measured timeline."""
+    """Predicted and measured bytes, each against the share of its own time; empty if there is no measured timeline."""
     if not measured.timeline:
         return ""
     changes = [(0, 0), *measured.timeline, (measured.time_ns, 0)]

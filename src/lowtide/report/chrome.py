@@ -1,8 +1,8 @@
-"""A report as Chrome Trace Event JSON, which Perfetto and chrome://tracing open.
+"""A report as Chrome Trace Event JSON, for Perfetto and chrome://tracing.
 
-Two processes, the step within the budget and the plain one; in each a track for the forward pass, the backward pass,
-recomputations, and modules, two for transfers and one for collectives beside computing, where there are any, and memory as a
-counter. Times are microseconds, in the order of the file.
+There are two processes: the step within the budget, and the plain step. Each has tracks for the forward pass, the
+backward pass, recomputations and modules, and a counter for memory. Transfers have two tracks and collectives that
+overlap with computing have one, if there are any. Times are in microseconds, and events are in file order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COLLECTIVES = {7: "collectives"}
 
 
 def chrome_trace(report: Report) -> str:
-    """The JSON text; events after the metadata are in the order of their times."""
+    """The JSON text. Events after the metadata are in order of time."""
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for pid, name, run in (1, f"within {report.budget_bytes} bytes", report.run), (2, "without a budget", report.plain):

@@ -1,4 +1,4 @@
-"""Planners side by side: one cell per instance, budget and planner, as a text table, as JSON and as a matplotlib figure."""
+"""Compare planners: one cell per instance, budget and planner, as a text table, as JSON and as a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from lowtide.units import format_bytes, overhead_percent
 _LOG = logging.getLogger(__name__)
 COMPARISON_FORMAT = "lowtide-comparison/1"
 FAILED, OVER_TIME = "failed", "over time"
-_START_SECONDS = 60.0  # for importing, loading and connecting; a planner's time begins after that
+_START_SECONDS = 60.0  # to import, load and connect; the planner's time begins after that
 _GRACE_SECONDS = 0.5
 LEGEND = "overhead in % (proven lower bound), seconds of planning; * marks a proven optimum"
 _MARKERS = "osD^v<>pPX*hd8H1234x+"
-_COLOURS = 10  # of matplotlib's default cycle; markers repeat later, so that every pair is used once
+_COLOURS = 10  # in matplotlib's default cycle; markers repeat later, so each pair is used once
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A graph to be planned: ``name`` is unique in a comparison, ``peak_bytes`` its peak without recomputation."""
+    """A graph to plan. ``name`` is unique in a comparison; ``peak_bytes`` is its peak without recomputation."""
 
     name: str
     ops: int
@@ -49,9 +49,9 @@ class Instance:
 class Cell:
     """One planner's answer.
 
-    ``status``: a planner's status, ``failed`` (``message`` says why) or ``over time``. Figures that come from a schedule
-    are ``None`` where there is none; ``seconds`` are the planner's, ``cpu_seconds`` those of all its threads and
-    processes where they were measured.
+    ``status``: the planner's status, ``failed`` (``message`` says why) or ``over time``. Figures that come from a
+    schedule are ``None`` without one. ``seconds`` is the planner's time; ``cpu_seconds`` that of all its threads and
+    processes, if measured.
     """
 
     instance: str
@@ -71,14 +71,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a planner is asked, without the graph; a cell is the answer."""
+    """What a planner is asked, without the graph. The answer is a ``Cell``."""
 
     instance: str
     planner: str
     budget: str
     budget_bytes: int
     seed: int = 0
-    second_memory: SecondMemory | None = None  # in place of the graph's own
+    second_memory: SecondMemory | None = None  # replaces that of the graph
 
     def cell(self, status: str, **figures: Any) -> Cell:
         """The answer; ``figures`` are fields of ``Cell``."""
@@ -86,7 +86,7 @@ class Task:
 
 
 def run_cell(graph: Graph, costs: Costs, task: Task) -> Cell:
-    """Ask a planner; its schedule is checked and simulated. Whatever the planner raises becomes a ``failed`` cell."""
+    """Ask a planner, check its schedule and simulate it. Any exception of the planner gives a ``failed`` cell."""
     began = time.perf_counter()
     try:
         solution = solve(Problem(graph, costs, task.budget_bytes, task.seed), task.planner)
@@ -109,9 +109,10 @@ def run_cell(graph: Graph, costs: Costs, task: Task) -> Cell:
 
 
 def run_limited(path: str | Path, task: Task, limit_seconds: float) -> Cell:
-    """Answer ``task`` about the instance in ``path`` in a fresh process; ``over time`` where it takes longer.
+    """Answer ``task`` for the instance in ``path`` in a new process; ``over time`` if it takes longer than the limit.
 
-    The limit covers the planner and the check of its schedule, not the start of the process. ``cpu_seconds`` is set.
+    The limit covers the planner and the check of its schedule, but not the start of the process. ``cpu_seconds`` is
+    set.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -121,7 +122,7 @@ def run_limited(path: str | Path, task: Task, limit_seconds: float) -> Cell:
     try:
         if not receiver.poll(_START_SECONDS):
             return task.cell(FAILED, message="its process did not start")
-        receiver.recv()  # begun
+        receiver.recv()  # it has begun
         if not receiver.poll(limit_seconds + _GRACE_SECONDS):
             return task.cell(OVER_TIME, seconds=limit_seconds)
         cell: Cell = receiver.recv()
@@ -139,7 +140,7 @@ def _answer(path: str, task: Task, sender: multiprocessing.connection.Connection
     if task.second_memory is not None:
         costs = dataclasses.replace(costs, second_memory=task.second_memory)
     sender.send("begun")
-    # CPU time is that of this process and of those children that have ended.
+    # CPU time is that of this process and of its children that have ended.
     began, cpu_began = time.perf_counter(), sum(os.times()[:4])
     cell = run_cell(graph, costs, task)
     seconds, cpu = time.perf_counter() - began, sum(os.times()[:4]) - cpu_began
@@ -169,7 +170,7 @@ def render_comparison(instance: Instance, cells: Sequence[Cell]) -> str:
 
 
 def cell_text(cell: Cell) -> str:
-    """``12.345 (10.000) 3.2 s``, or the status where there is no schedule."""
+    """``12.345 (10.000) 3.2 s``, or the status if there is no schedule."""
     seconds = "" if cell.seconds is None else f" {cell.seconds:.1f} s"
     if cell.overhead_percent is None:
         return cell.status + seconds
@@ -180,7 +181,7 @@ def cell_text(cell: Cell) -> str:
 def comparison_figure(instance: Instance, cells: Sequence[Cell]) -> Any:
     """A ``matplotlib.figure.Figure``: overhead in percent (logarithmic above 1) against budget in percent of the peak.
 
-    Budgets that a planner does not meet are left out; the dashed line is the best proven lower bound of all planners.
+    Budgets that a planner does not meet are left out. The dashed line is the best proven lower bound of all planners.
     """
     own = [cell for cell in cells if cell.instance == instance.name]
     figure = require("matplotlib.figure").Figure(figsize=(9, 5), layout="constrained")
@@ -198,7 +199,7 @@ def comparison_figure(instance: Instance, cells: Sequence[Cell]) -> Any:
             zorder=3 if auto else 2,
             label=planner if points else f"{planner} (none met)",
         )
-    bounds = dict(_points(instance, own, "lower_bound_percent"))  # the last of each budget is its largest
+    bounds = dict(_points(instance, own, "lower_bound_percent"))  # the last of each budget is the largest
     if bounds:
         axes.plot([*bounds], [*bounds.values()], color="black", linestyle="--", linewidth=1, label="lower bound")
     axes.set_yscale("symlog", linthresh=1)

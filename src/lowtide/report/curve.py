@@ -1,7 +1,7 @@
-"""What memory costs: overhead against budget, from the unconstrained peak down to the least budget that is met.
+"""The cost of memory: overhead against budget, from the unconstrained peak down to the least budget that is met.
 
-A schedule for a budget fits every larger one, and a bound on the time within a budget holds within every smaller one. So the
-curve never rises with the budget, and neither does the bound below it, whatever the planner does.
+A schedule for a budget fits every larger budget, and a lower bound on the time for a budget holds for every smaller
+one. So neither the curve nor its lower bound ever rises with the budget, whatever the planner finds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CAPTION = (
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """The quickest schedule known within ``budget_bytes``, and what no schedule within them undercuts, where known."""
+    """The quickest known schedule within ``budget_bytes``, and the best known lower bound on its time."""
 
     budget_bytes: int
     peak_bytes: int
@@ -49,7 +49,8 @@ class CurvePoint:
 class Curve:
     """``points`` go from the unconstrained peak to the least budget that was met.
 
-    ``base_ns`` is the time without recomputation. No schedule peaks below ``lower_bound_bytes``. ``str(curve)`` is a table.
+    ``base_ns`` is the time without recomputation. No schedule has a peak below ``lower_bound_bytes``. ``str(curve)`` is
+    a table.
     """
 
     unconstrained_peak_bytes: int
@@ -68,11 +69,11 @@ class Curve:
         return overhead(time_ns, self.base_ns)
 
     def least_overhead(self, point: CurvePoint) -> float | None:
-        """The overhead that nothing within the budget of ``point`` undercuts, where known."""
+        """A lower bound on the overhead within the budget of ``point``, if known."""
         return None if point.lower_bound_ns is None else self.overhead(point.lower_bound_ns)
 
     def to_json(self) -> dict[str, Any]:
-        """A ``lowtide-curve/1`` object: the fields of the curve and, per point, its overheads in percent as well."""
+        """A ``lowtide-curve/1`` object: the fields of the curve, and for each point also its overheads in percent."""
         points = []
         for point in self.points:
             bound = self.least_overhead(point)
@@ -102,8 +103,8 @@ class Curve:
         return card("what each budget costs", table(self._rows(), left=0), note(self.limits()), drawn)
 
     def chart(self, size: Size, own_bytes: int = 0) -> str:
-        """As SVG, overhead in percent against the budget, which shrinks to the right; shaded, what no schedule reaches.
-        ``own_bytes``: the budget of the point to mark, if one is."""
+        """An SVG of overhead in percent against the budget, which shrinks to the right. What no schedule reaches is
+        shaded. ``own_bytes``: budget of a point to mark."""
         whole, overheads = self.unconstrained_peak_bytes, [self.overhead(point.time_ns) for point in self.points]
         top = max(1, *(100 * extra for extra in overheads))
         chart = Chart(size, whole, top, reversed_x=True)
@@ -163,10 +164,11 @@ def make_curve(
     budgets: Sequence[int] = (),
     on_progress: Progress | None = None,
 ) -> Curve:
-    """Plan at ``points`` budgets from the unconstrained peak to the least that ``planner`` meets, denser towards the least.
+    """Plan at ``points`` budgets from the unconstrained peak to the least that ``planner`` meets, denser near the
+    least.
 
-    ``known``: what other plans of the graph reached; their budgets are points as well. ``budgets``: instead of ``points``,
-    these bytes; those that ``planner`` does not meet are left out.
+    ``known``: results of other plans of the graph; their budgets become points too. ``budgets``: use these bytes
+    instead of ``points``; those that ``planner`` does not meet are left out.
     """
     if not (isinstance(points, int) and 2 <= points <= _MOST_POINTS):
         raise PlanError(f"a curve has from 2 to {_MOST_POINTS} points, not {points!r}: each is a plan of its own.")
@@ -182,7 +184,7 @@ def make_curve(
     lowest = CurvePoint(result.peak_bytes, result.peak_bytes, result.time_ns)
     if lowest.budget_bytes < whole:
         found.append(lowest)
-    # The steps shrink on the way down, as overhead rises most at the end.
+    # Steps get smaller near the least budget, where overhead rises most.
     shares = [(1 - step / (points - 1)) ** 1.5 for step in range(1, points)]
     budgets = budgets or [lowest.budget_bytes + int((whole - lowest.budget_bytes) * share) for share in shares]
     for done, budget in enumerate(dict.fromkeys(budgets)):
@@ -197,13 +199,14 @@ def make_curve(
 def lowest_schedule(
     graph: Graph, costs: Costs, planner: str, seed: int = 0, on_progress: Progress | None = None
 ) -> Schedule:
-    """The schedule of the least peak that ``planner`` finds: what it names when asked for the impossible."""
+    """The schedule with the lowest peak that ``planner`` finds: the one it names if asked for an impossible budget."""
     solution = solve(Problem(graph, costs, 1, seed, on_progress), planner)
     return solution.schedule or solution.lowest_schedule or minimum_peak(graph, costs, seed)[1]
 
 
 def _monotone(found: Sequence[CurvePoint]) -> tuple[CurvePoint, ...]:
-    """A point per budget, the largest first, each as quick as any of a smaller budget and bounded as any of a larger one."""
+    """One point per budget, largest first. Each is as quick as those of smaller budgets, and its bound is as high as
+    those of larger ones."""
     points = []
     for budget in sorted({point.budget_bytes for point in found}, reverse=True):
         within = [point for point in found if point.budget_bytes <= budget]

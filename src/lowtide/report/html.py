@@ -1,7 +1,5 @@
-"""A report as one HTML file that needs nothing else: light and dark, wide and narrow, by pointer and by keyboard.
-
-And, smaller, as the card that a notebook shows of a plan.
-"""
+"""A report as one self-contained HTML file: for light and dark themes, wide and narrow screens, pointer and keyboard.
+There is also a smaller card of a plan for notebooks."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _CAPTION = (
 
 
 def report_card(report: Report) -> str:
-    """HTML for a notebook, which needs nothing else: the summary, memory over the step, and the modules."""
+    """Self-contained HTML for a notebook: the summary, memory over the step, and the modules."""
     rows, left = module_rows(report)
     modules = table(rows) + (note(left) if left else "")
     drawn = picture(memory_chart(report, SIZES[0]), read_template("charts.css"), _CAPTION)
@@ -38,7 +36,7 @@ def report_card(report: Report) -> str:
 
 
 def html_page(report: Report) -> str:
-    """The page, which the template writes from the report and its charts. Needs ``jinja2``."""
+    """The page, written by the template from the report and its charts. Needs ``jinja2``."""
     jinja2 = require("jinja2")
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(read_template), autoescape=True, undefined=jinja2.StrictUndefined
@@ -94,7 +92,7 @@ def _step(report: Report) -> dict[str, Any]:
 
 
 def _groups(report: Report) -> list[tuple[str, int]]:
-    """The peak by block of the model (or by operator), in the order of the program; the small ones together, at the end."""
+    """The peak by block of the model (or by operator), in program order. Small groups are merged at the end."""
 
     def group(span: Span | None) -> str:
         if span is None:

@@ -14,11 +14,11 @@ from lowtide.report.svg import Chart, Size, read_template, ticks
 from lowtide.units import BYTE_UNITS, TIME_UNITS, format_bytes, format_source, format_time
 
 MAP_SIZES = (Size(960, 520, 8, 6, "wide"), Size(390, 400, 4, 5, "narrow"))
-_TITLE = 24  # the height of one, in a picture that stands alone
+_TITLE = 24  # height of the title of a separate picture
 
 
 def map_picture(report: Report) -> str:
-    """The map as a file of its own. Raises ``PlanError`` for what has no addresses."""
+    """The map as a separate file. Raises ``PlanError`` if there are no addresses."""
     if report.memory_map is None:
         raise PlanError("a recorded run has no addresses to draw; a memory map (.map.svg) is made of a saved plan.")
     style = read_template("palette.css") + read_template("charts.css")
@@ -26,10 +26,10 @@ def map_picture(report: Report) -> str:
 
 
 def map_chart(report: Report, found: MemoryMap, size: Size, style: str = "", *, alone: bool = False) -> str:
-    """Address against time, a rectangle for everything that is allocated, with the budget and the passes. ``alone``: with a
-    title, a legend, and what each rectangle is where one points at it."""
+    """Address against time, with a rectangle for each allocation, the budget and the passes. ``alone``: with a title, a
+    legend, and a tooltip for each rectangle."""
     run, budget = report.run, report.budget_bytes
-    shown = budget <= 1.5 * found.reserved_bytes  # far above everything it would flatten the map
+    shown = budget <= 1.5 * found.reserved_bytes  # a line far above would flatten the map
     top = max(found.reserved_bytes, budget if shown else 0, 1)
     chart = Chart(size, max(run.time_ns, 1), top, top=28 + _TITLE if alone else 28)
     chart.axes(ticks(chart.largest_x, size.across, TIME_UNITS), ticks(top, size.up, BYTE_UNITS))
@@ -49,13 +49,13 @@ def map_chart(report: Report, found: MemoryMap, size: Size, style: str = "", *, 
 
 
 def map_title(report: Report, found: MemoryMap) -> str:
-    """What is reserved, what of it is in use at the peak, and the budget."""
+    """The reserved bytes, those of them in use at the peak, and the budget."""
     reserved, peak, budget = map(format_bytes, (found.reserved_bytes, report.run.peak_bytes, report.budget_bytes))
     return f"{reserved} reserved, {peak} live at the peak, budget {budget}"
 
 
 def map_data(report: Report, found: MemoryMap) -> dict[str, Any]:
-    """What the script shows of each rectangle: start and end in ns, address, bytes, what it is."""
+    """What the script shows of each rectangle: start and end in ns, address, bytes, content."""
     names: dict[str, int] = {}
     rectangles = []
     for each in sorted(found.rectangles, key=lambda one: (one.first, one.offset)):
@@ -72,7 +72,7 @@ def describe(span: Span) -> str:
 
 
 def _draw(chart: Chart, run: StepProfile, rectangles: list[Rectangle], content: Content, alone: bool) -> None:
-    """All of one content: one path, or one rectangle each that says what it is."""
+    """Draw all rectangles of one content: as one path, or one by one, each with its tooltip."""
     path, parts = "", list[str]()
     for each in rectangles:
         start, end = _times(run, each)
@@ -90,7 +90,7 @@ def _draw(chart: Chart, run: StepProfile, rectangles: list[Rectangle], content: 
 
 
 def _draw_legend(chart: Chart, shown: list[Content]) -> None:
-    """A square and a word for each content that is ``shown``, below the time axis."""
+    """A square and a word for each content ``shown``, below the time axis."""
     widths = itertools.accumulate((28 + 6.6 * len(content.value) for content in shown), initial=0)
     for content, x in zip(shown, widths, strict=False):
         chart.draw(
@@ -100,7 +100,7 @@ def _draw_legend(chart: Chart, shown: list[Content]) -> None:
 
 
 def _times(run: StepProfile, each: Rectangle) -> tuple[int, int]:
-    """In ns."""
+    """Start and end in ns."""
     end = run.spans[each.last].end_ns if each.last < len(run.spans) else run.time_ns
     return (run.spans[each.first].start_ns if each.first < len(run.spans) else run.time_ns), end
 

@@ -1,6 +1,7 @@
-"""Where every tensor of a step lies: address against time, a rectangle for each, by the addresses that an arena gives it.
+"""Where every tensor of a step lies: address against time, one rectangle each, by the addresses in an arena.
 
-What has no address (what is resident throughout, or outlives the step and is the caller's) is stacked above the block.
+Some memory has no address in the arena: what is resident throughout, and what outlives the step and belongs to the
+caller. It is stacked above the arena.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from lowtide.report.profile import FETCH, MemoryBlock, StepProfile
 
 
 class Content(enum.Enum):
-    """What a rectangle is."""
+    """The content of a rectangle."""
 
     KEPT = "kept for backward"
     PASSING = "forward only"
@@ -28,7 +29,8 @@ class Content(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """``block`` at ``offset`` while the spans from ``first`` to ``last`` run; ``last`` is their number where it stays."""
+    """``block`` at ``offset`` while the spans from ``first`` to ``last`` run. ``last`` is the number of spans if it
+    stays."""
 
     block: MemoryBlock
     content: Content
@@ -44,7 +46,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class MemoryMap:
-    """``reserved_bytes``: of all. ``block_bytes``: below are the addresses of an arena, from there on what lies outside."""
+    """``reserved_bytes``: of everything. The arena lies below ``block_bytes``, everything else above."""
 
     rectangles: tuple[Rectangle, ...]
     reserved_bytes: int
@@ -52,7 +54,7 @@ class MemoryMap:
 
 
 def shown_contents(run: StepProfile) -> list[Content]:
-    """What a legend names: what comes back from a second memory only where something does."""
+    """The contents in the legend. Fetched storages are only included if there are any."""
     return [content for content in Content if content is not Content.FETCHED or run.transfers]
 
 
@@ -77,9 +79,10 @@ def _content(block: MemoryBlock, run: StepProfile) -> Content:
 
 
 def _stacked(blocks: Sequence[MemoryBlock], floor: int) -> Iterator[tuple[MemoryBlock, int, int, int]]:
-    """Block, offset, first and last span: one on the other from ``floor`` on, in order, moved down where one below ends."""
+    """Block, offset, first and last span. Blocks are stacked from ``floor`` on, in order, and move down when one below
+    ends."""
     times = sorted({time for block in blocks for time in (block.first, block.last + 1)})
-    since: dict[int, tuple[int, int]] = {}  # block -> its offset, and from when on
+    since: dict[int, tuple[int, int]] = {}  # block -> its offset, and since when
     for time in times:
         live = [i for i, block in enumerate(blocks) if block.first <= time <= block.last]
         offset, now = floor, dict[int, int]()

@@ -1,4 +1,4 @@
-"""What a run saves and recomputes, module by module, or by operator where modules are not known."""
+"""What a run saves and recomputes, by module, or by operator if modules are not known."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _LAST = re.compile(r"(^|\.)\d+$")
 class ModuleRow:
     """One block of the model, or one kind of operator.
 
-    ``saved_bytes``: its tensors that are live at the forward/backward boundary. ``recomputed_ops`` counts the second and
-    further runs of its operators; ``recomputed_ns`` is their time, ``time_ns`` that of its operators once.
+    ``saved_bytes``: its tensors that are live between the passes. ``recomputed_ops`` counts the second and later runs
+    of its operators, and ``recomputed_ns`` is their time. ``time_ns`` is the time of its operators, each run once.
     """
 
     name: str
@@ -32,15 +32,15 @@ class ModuleRow:
     time_ns: int
 
     def cells(self) -> tuple[str, str, str, str, str]:
-        """A row of a table: name, bytes saved, ops recomputed, the time that takes, time once."""
+        """A row of the table: name, bytes saved, operators recomputed, their time, time without recomputation."""
         again = (str(self.recomputed_ops), format_time(self.recomputed_ns)) if self.recomputed_ops else ("-", "-")
         return self.name or "(model)", format_bytes(self.saved_bytes), *again, format_time(self.time_ns)
 
 
 def rows_of(run: StepProfile, program: Iterable[tuple[str, int]], unit: str) -> list[ModuleRow]:
-    """A row per ``unit``, in the order of the ``program``: the module or the name of each operator, and its time.
+    """A row per ``unit``, in the order of ``program``: the module or the name of each operator, and its time.
 
-    By ``module``: per block, and recomputed views are not counted. By ``operator``: per name.
+    By ``module``: one row per block; recomputed views are not counted. By ``operator``: one row per name.
     """
 
     def owner(span: Span) -> str:
@@ -61,13 +61,13 @@ def rows_of(run: StepProfile, program: Iterable[tuple[str, int]], unit: str) -> 
 
 
 def block_of(module: str) -> str:
-    """``block_of("transformer.h.0.mlp.act") == "transformer.h.0"``; a path without an index stays as it is."""
+    """``block_of("transformer.h.0.mlp.act") == "transformer.h.0"``; a path without an index is unchanged."""
     match = _INDEX.match(module)
     return match[0] if match else module
 
 
 def merge_repeats(rows: Iterable[ModuleRow]) -> list[ModuleRow]:
-    """Neighbouring blocks that differ in their index only, and are treated alike, as one row with the mean of times."""
+    """Merge neighbouring blocks that differ only in their index and are treated alike; times are means."""
     merged = []
     for _, group in itertools.groupby(
         rows, lambda row: (_LAST.sub(r"\1", row.name), row.saved_bytes, row.recomputed_ops)

@@ -1,4 +1,4 @@
-"""One training step as it will run: which operators when, and which bytes are there meanwhile. What every writer draws from."""
+"""One training step as it will run: which operators run when, and which bytes are in use. All writers use this."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from lowtide.ir import Compute, Costs, Fetch, Graph, Kind, Lane, Schedule, resident_bytes, simulate
 
-OFFLOAD, FETCH = "offload", "fetch"  # targets of spans that move a storage
+OFFLOAD, FETCH = "offload", "fetch"  # targets of spans that are moves
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An operator that runs, or a storage that begins to come back from the second memory, which takes no time of its own.
-    ``again``: it has run before. ``module`` and ``source`` are empty where not known."""
+    """An operator that runs, or the start of a fetch from the second memory, which takes no time itself. ``again``: it
+    has run before. ``module`` and ``source`` are empty if not known."""
 
     name: str
     target: str
@@ -30,10 +30,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """Bytes that are there while the spans from ``first`` to ``last`` run, both included.
+    """Bytes in use while the spans from ``first`` to ``last`` run, both included.
 
-    ``last`` is the number of spans where they outlive the step. ``span`` is the one that allocated them, ``None`` for
-    what was there before; ``detail`` says what they are (type and shape).
+    ``last`` is the number of spans if they outlive the step. ``span`` is the one that allocated them, ``None`` if they
+    were there before. ``detail``: their type and shape.
     """
 
     kind: Kind
@@ -46,9 +46,9 @@ class MemoryBlock:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """``boundary``: the first span of the backward pass. ``blocks`` are in the order of their allocation. ``time_ns``: when
-    everything has ended; ``transfers``: what is under way beside the spans, there and back; ``collectives``: those that run
-    beside computing, whose spans are where they are asked for, and take no time."""
+    """``boundary``: the first span of the backward pass. ``blocks`` are in order of allocation. ``time_ns``: when
+    everything has ended. ``transfers``: moves beside the spans, in both directions. ``collectives``: those that
+    overlap with computing; their spans mark where they are started, and take no time."""
 
     spans: tuple[Span, ...]
     blocks: tuple[MemoryBlock, ...]
@@ -62,19 +62,19 @@ class StepProfile:
         return self.spans[self.boundary].start_ns if self.boundary < len(self.spans) else self.time_ns
 
     def levels(self) -> list[int]:
-        """Bytes that are there during each span."""
+        """Bytes in use during each span."""
         return self._levels()[:-1]
 
     @property
     def at_peak(self) -> list[MemoryBlock]:
-        """What is there during the first span at the peak, the largest first."""
+        """What is in use during the first span at the peak, largest first."""
         index = self.peak_index
         there = [block for block in self.blocks if block.first <= index <= block.last and block.bytes]
         return sorted(there, key=lambda block: -block.bytes)
 
     @property
     def final_bytes(self) -> int:
-        """What outlives the step."""
+        """Bytes that outlive the step."""
         return self._levels()[-1]
 
     @property
@@ -92,10 +92,10 @@ class StepProfile:
 
 
 def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepProfile:
-    """What the simulator says of a valid ``schedule``, its computes and fetches as spans."""
+    """The simulation of a valid ``schedule``, with its computes and fetches as spans."""
     run = simulate(graph, costs, schedule)
     spans: list[Span] = []
-    before = [0]  # spans before each step: in a valid schedule, a generator state is saved just before its op runs
+    before = [0]  # spans before each step; a generator state is saved just before its op runs
     computed: set[int] = set()
     for position, (step, start_ns) in enumerate(zip(schedule.steps, run.timing.start_ns, strict=True)):
         forward = position < schedule.boundary
@@ -129,7 +129,7 @@ def profile_of_schedule(graph: Graph, costs: Costs, schedule: Schedule) -> StepP
 
 
 def _transfer(graph: Graph, storage: int, target: str, start_ns: int, time_ns: int, forward: bool) -> Span:
-    """What moves, named after the operator that allocated it."""
+    """A move, named after the operator that allocated the storage."""
     base = graph.storages[storage].base
     assert base is not None, "an external storage does not move"
     op = graph.ops[base]

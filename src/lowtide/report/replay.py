@@ -1,4 +1,4 @@
-"""A recorded program as a step: replayed within a budget, the replay written down as it goes by."""
+"""A recorded program as a step: replay it within a budget, and record the replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDLESS_BYTES = 1 << 62
 
 
 def replay(trace: Trace, budget_bytes: int, heuristic: str = "dtr-eq") -> tuple[StepProfile, ReplayResult]:
-    """What happened up to where the replay ended, evicting by ``heuristic``, and how it ended.
+    """The step up to the end of the replay, with evictions by ``heuristic``, and how it ended.
 
     Levels are those of the simulator while each operator runs.
     """
@@ -34,7 +34,7 @@ class _Recorder(ReplayWatcher):
     def ran(self, operator: TracedOperator, again: bool) -> None:
         made = {tensor.storage for tensor in operator.creates if tensor is tensor.storage.tensors[0]}
         if any(storage.outside for storage in made):
-            return  # what makes a constant is no operator of the program
+            return  # constants are not made by operators of the program
         index = len(self.spans)
         if self.calls == self.forward_calls and not again and self.boundary is None:
             self.boundary = index

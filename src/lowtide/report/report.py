@@ -1,4 +1,4 @@
-"""Everything that a report tells, gathered from one saved artefact: a plan, or the trace of an online run."""
+"""All content of a report, from one saved file: a plan, or the trace of an online run."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from lowtide.trace import Constant, ReplayStatus, Trace, simulate
 from lowtide.units import overhead
 
 _LOGGER = logging.getLogger(__name__)
-_SHARES = (100, 90, 80, 70, 60, 50, 40, 30, 20)  # of the peak: the budgets of a trace's curve
-_MOST_SLOWDOWN = 3  # beyond it a trace's curve ends
+_SHARES = (100, 90, 80, 70, 60, 50, 40, 30, 20)  # budgets of a trace's curve, in percent of the peak
+_MOST_SLOWDOWN = 3  # a trace's curve ends beyond it
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """``run`` within ``budget_bytes``, ``plain`` the same step without a limit, ``base_ns`` the time of all operators once.
+    """``run`` within ``budget_bytes``, ``plain`` the same step without a limit, ``base_ns`` the time of all operators
+    once.
 
     ``heading`` and ``details`` are for the text. ``decided_by``: the planner or heuristic. ``rows``: what is saved and
-    recomputed per ``unit`` (``module`` or ``operator``). ``lower_bound_ns``: no schedule within the budget takes less, where
-    known. ``beside``: bytes that are not the run's, such as optimizer states, by name. ``memory_map`` and ``cuda`` make, in
-    seconds, the map of addresses, and what the step takes of a CUDA device without them, with native and with expandable
-    segments; ``None`` for a recorded run.
+    recomputed per ``unit`` (``module`` or ``operator``). ``lower_bound_ns``: no schedule within the budget takes less,
+    if known. ``beside``: other bytes by name, such as optimizer states. ``memory_map`` makes the map of addresses, and
+    ``cuda`` what the step takes on a CUDA device without these addresses, with native and with expandable segments.
+    Both take seconds, and are ``None`` for a recorded run.
     """
 
     title: str
@@ -55,11 +56,11 @@ class Report:
 
     @property
     def end_ns(self) -> int:
-        """Of the longer of the two runs, at least 1."""
+        """The end of the longer of the two runs, at least 1."""
         return max(self.run.time_ns, self.plain.time_ns, 1)
 
     def found_map(self) -> MemoryMap | None:
-        """The map; ``None`` for a recorded run and, with a warning, where there are more tensors than can be placed."""
+        """The map; ``None`` for a recorded run, and, with a warning, if there are too many tensors to place."""
         try:
             return self.memory_map() if self.memory_map is not None else None
         except PlanError as error:
@@ -73,7 +74,7 @@ class Report:
 
     @property
     def least_overhead(self) -> float | None:
-        """The overhead that no schedule within the budget undercuts, where known."""
+        """A lower bound on the overhead of all schedules within the budget, if known."""
         if self.lower_bound_ns is None or not self.base_ns:
             return None
         return overhead(self.lower_bound_ns, self.base_ns)
@@ -87,10 +88,10 @@ def report_of_trace(
     *,
     name: str = "",
 ) -> Report:
-    """The program as recorded and replayed within a budget, by default the one that the recorded run was held to.
+    """The recorded program, replayed within a budget: by default the one of the recorded run.
 
-    As in an online run, bytes are those above what was there before: constants take none.
-    Raises ``LowtideError`` where the budget is not known, and where the replay runs out of memory.
+    As in an online run, bytes are those above the level at the start, so constants take none. Raises ``LowtideError``
+    if the budget is not known, or if the replay runs out of memory.
     """
     trace = without_constants(trace)
     plain, _ = replay(trace, ENDLESS_BYTES, heuristic)
@@ -123,7 +124,7 @@ def report_of_trace(
 
 
 def without_constants(trace: Trace) -> Trace:
-    """The trace with constants of no bytes."""
+    """The trace with constants of 0 bytes."""
     events = tuple(Constant(event.tensor, 0) if isinstance(event, Constant) else event for event in trace.events)
     return dataclasses.replace(trace, events=events)
 
@@ -143,5 +144,5 @@ def _trace_curve(trace: Trace, plain: StepProfile, heuristic: str, own: CurvePoi
 
 
 def artefact_name(path: str | Path) -> str:
-    """``artefact_name("runs/gpt2.trace.jsonl.gz") == "gpt2"``: a title for what has none."""
+    """``artefact_name("runs/gpt2.trace.jsonl.gz") == "gpt2"``: a title for a file without one."""
     return Path(path).name.partition(".")[0]

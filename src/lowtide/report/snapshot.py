@@ -1,7 +1,7 @@
-"""A report as a ``torch.cuda.memory`` snapshot of the predicted step, for pytorch.org/memory_viz; made without torch.
+"""A report as a ``torch.cuda.memory`` snapshot of the predicted step, for pytorch.org/memory_viz. Made without torch.
 
 Every tensor and workspace is an allocation in one segment, placed first-fit. Its frames are the operator at the user's
-line, then the modules around it, the innermost first. The segment may be larger than the peak, by what first-fit cannot fill.
+line, then the modules around it, innermost first. First-fit may leave gaps, so the segment may be larger than the peak.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowtide.ir import Kind
 from lowtide.report.profile import MemoryBlock, StepProfile
 from lowtide.report.report import Report
 
-_ORIGIN = 0x7F0000000000  # where the segment begins; memory_viz shows addresses in hexadecimal
+_ORIGIN = 0x7F0000000000  # address of the segment; memory_viz shows it in hexadecimal
 
 
 def memory_snapshot(report: Report) -> bytes:
@@ -51,7 +51,8 @@ def snapshot_of(step: StepProfile) -> dict[str, Any]:
 
 
 def _changes(step: StepProfile) -> Iterator[tuple[int, int, int]]:
-    """(span, change, position of the block): 0 where it is allocated, 1 where it is there briefly and goes, else 2."""
+    """(span, change, position of the block). The change is 0 for an allocation, 1 for the release of a block that lasts
+    one span, 2 for any other release."""
     for position, block in enumerate(step.blocks):
         if block.bytes and block.first < len(step.spans):
             yield block.first, 0, position
@@ -60,7 +61,7 @@ def _changes(step: StepProfile) -> Iterator[tuple[int, int, int]]:
 
 
 def _first_fit(held: list[tuple[int, int, int]], size: int) -> int:
-    """The first address at which ``size`` bytes are free."""
+    """The first address with ``size`` free bytes."""
     free = _ORIGIN
     for address, end, _ in held:
         if address - free >= size:
@@ -96,7 +97,7 @@ def _frame(name: str, filename: str, line: int = 0) -> dict[str, Any]:
 
 
 def _segment(held: list[tuple[int, MemoryBlock]], size: int) -> dict[str, Any]:
-    """``held``: addresses and blocks in the order of the addresses."""
+    """``held``: addresses and blocks in order of address."""
     allocated = sum(block.bytes for _, block in held)
     blocks, free = [], _ORIGIN
     for address, block in [*held, (_ORIGIN + size, None)]:
@@ -122,7 +123,7 @@ def _segment(held: list[tuple[int, MemoryBlock]], size: int) -> dict[str, Any]:
 
 
 def _block(address: int, size: int, block: MemoryBlock | None = None) -> dict[str, Any]:
-    """A part of the segment; without ``block`` a gap."""
+    """A part of the segment; a gap without ``block``."""
     state = "inactive" if block is None else "active_allocated"
     requested, frames = (0, []) if block is None else (size, _frames(block))
     return {"address": address, "size": size, "requested_size": requested, "state": state, "frames": frames}

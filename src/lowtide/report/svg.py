@@ -1,4 +1,4 @@
-"""Charts drawn as SVG text: scales, axes, lines. No dependency."""
+"""Charts as SVG text: scales, axes, lines. No dependency."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADROOM = 1.08
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a picture; ``across`` and ``up`` are how many labels fit on its axes."""
+    """Size of a picture. ``across`` and ``up``: how many labels fit on its axes."""
 
     width: int
     height: int
@@ -34,7 +34,7 @@ def read_template(name: str) -> str:
 
 
 class Chart:
-    """A picture with a plot area for values up to ``largest_x`` and ``largest_y``; what is drawn adds to ``parts``."""
+    """A picture with a plot area for values up to ``largest_x`` and ``largest_y``. Drawing adds to ``parts``."""
 
     left = 64
 
@@ -54,27 +54,27 @@ class Chart:
         return round(self.floor - (self.floor - self.top) * value / self.largest_y, 1)
 
     def draw(self, name: str, content: str = "", **attributes: object) -> None:
-        """``draw("rect", x=1, class_="area")`` adds ``<rect x="1" class="area"/>``; underscores stand for dashes."""
+        """``draw("rect", x=1, class_="area")`` adds ``<rect x="1" class="area"/>``; underscores become dashes."""
         self.parts.append(_tag(name, content, attributes))
 
     def text(self, x: float, y: float, words: str, class_: str, anchor: str = "start") -> None:
         self.draw("text", escape(words), x=round(x, 1), y=round(y, 1), class_=class_, text_anchor=anchor)
 
     def level(self, value: float, class_: str) -> float:
-        """A line across the plot area; returns its height."""
+        """Draw a line across the plot area; returns its height."""
         y = self.y(value)
         self.draw("line", x1=self.left, x2=self.right, y1=y, y2=y, class_=class_)
         return y
 
     def boundary(self, value: float) -> None:
-        """Where the backward pass begins."""
+        """Mark the start of the backward pass."""
         x = self.x(value)
         self.draw("line", x1=x, x2=x, y1=self.top - 12, y2=self.floor, class_="boundary")
         self.text(x - 6, self.top - 8, "forward", "tick", "end")
         self.text(x + 6, self.top - 8, "backward", "tick")
 
     def axes(self, across: Iterable[tuple[float, str]], up: Iterable[tuple[float, str]], below: str = "") -> None:
-        """Horizontal grid lines with labels on the left, labels below, and under them what these are."""
+        """Horizontal grid lines with labels on the left, labels below, and the meaning of these under them."""
         for value, label in up:
             self.text(self.left - 8, self.level(value, "grid") + 4, label, "tick", "end")
         for value, label in across:
@@ -83,7 +83,7 @@ class Chart:
             self.text(self.right, self.size.height - 6, below, "tick", "end")
 
     def staircase(self, levels: Sequence[int], slices: int, class_: str, *, closed: bool = False) -> None:
-        """A line that keeps a level throughout each of ``slices``; ``closed``: down to the floor on both sides."""
+        """A line with one level in each of ``slices``; ``closed``: down to the floor at both ends."""
         path, end = "", 0
         for level, group in itertools.groupby(levels):
             end += len(list(group))
@@ -94,7 +94,7 @@ class Chart:
         self.draw("path", d=path, class_=class_)
 
     def picture(self, title: str, style: str = "") -> str:
-        """The whole SVG element, named ``title`` for those who do not see it."""
+        """The whole SVG element. ``title`` is its name for screen readers."""
         size = self.size
         attributes: dict[str, object] = {
             "xmlns": "http://www.w3.org/2000/svg",
@@ -118,10 +118,8 @@ def _tag(name: str, content: str, attributes: Mapping[str, object]) -> str:
 
 
 def ticks(largest: float, count: int, units: Mapping[str, int]) -> list[tuple[float, str]]:
-    """Round amounts up to ``largest`` with their labels, about ``count`` of them, in one of ``units``.
-
-    They are multiples of 1, 2 or 5 times a power of ten.
-    """
+    """About ``count`` round numbers up to ``largest`` with their labels, in one of ``units``. They are multiples of 1,
+    2 or 5 times a power of ten."""
     unit, scale = largest_unit(largest, units)
     raw = largest / scale / count
     power = 10.0 ** math.floor(math.log10(raw))

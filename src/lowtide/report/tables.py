@@ -1,4 +1,4 @@
-"""Lines of text in columns."""
+"""Text in columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """The first row as a header above dashes, then the others; the first ``left`` columns are aligned on the left."""
+    """The first row as a header, a line of dashes, and the other rows. The first ``left`` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
@@ -16,6 +16,6 @@ def table_lines(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
 
 
 def fact_lines(facts: Mapping[str, str], indent: str = "  ") -> list[str]:
-    """A name and its value a line, the values below one another."""
+    """One line per name and value, with the values aligned."""
     width = max(map(len, facts))
     return [f"{indent}{name:<{width}}  {value}" for name, value in facts.items()]

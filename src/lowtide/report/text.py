@@ -1,4 +1,4 @@
-"""A report as readable text."""
+"""A report as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEADER = ("module", "saved", "recomputed ops", "recompute time", "time once")
 
 
 def report_text(report: Report) -> str:
-    """The summary, what is there at the peak, what is reserved, the curve, and what was measured."""
+    """The summary, what is in use at the peak, reserved bytes, the curve, and measurements."""
     parts = [summary_text(report), _alive(report.run)]
     parts += [_reserved(report)] if report.cuda is not None else []
     parts += [str(report.curve)] if report.curve is not None else []
@@ -26,7 +26,7 @@ def report_text(report: Report) -> str:
 
 
 def summary_text(report: Report) -> str:
-    """Budget, peak, overhead; of a plan also where the peak is, and what is saved and recomputed per module."""
+    """Budget, peak and overhead; for a plan also the place of the peak, and what each module saves and recomputes."""
     lines = [report.heading, *fact_lines(summary_facts(report))]
     if report.unit == "module":
         rows, left = module_rows(report)
@@ -35,7 +35,7 @@ def summary_text(report: Report) -> str:
 
 
 def summary_facts(report: Report) -> dict[str, str]:
-    """What the summary says of the whole, by name."""
+    """The facts of the summary about the whole step, by name."""
     planned, whole = report.unit == "module", max(report.plain.peak_bytes, 1)
     peak, share = format_bytes(report.run.peak_bytes), format_percent(report.run.peak_bytes / whole)
     budget = f"{format_bytes(report.budget_bytes)} ({format_percent(report.budget_bytes / whole)} of unconstrained)"
@@ -50,13 +50,13 @@ def summary_facts(report: Report) -> dict[str, str]:
 
 
 def collectives_text(timing: Timing) -> str:
-    """How long collectives beside computing take, and how much of that nothing is computed in."""
+    """The time of collectives that overlap with computing, and the part of it that no computing hides."""
     all_ns, exposed_ns = timing.collective_ns, timing.exposed_ns
     return f"{format_time(all_ns)} beside computing, {format_time(exposed_ns)} of it exposed"
 
 
 def moved_text(timing: Timing) -> str:
-    """What moves to the second memory and back, and what that is waited for."""
+    """The bytes moved to the second memory and back, and the time spent waiting for them."""
     return (
         f"{format_bytes(timing.offloaded_bytes)} to the second memory, {format_bytes(timing.fetched_bytes)} back, at most "
         f"{format_bytes(timing.second_peak_bytes)} there; waits {format_time(timing.wait_ns)}"
@@ -64,7 +64,7 @@ def moved_text(timing: Timing) -> str:
 
 
 def module_rows(report: Report) -> tuple[list[tuple[str, ...]], str]:
-    """The table by module (or operator), with its header, and a line on the rows that it leaves out, if it does."""
+    """The table by module (or operator) with its header, and a line about the rows left out, if any."""
     rows, left = merge_repeats(report.rows), ""
     if others := rows[_MOST_ROWS:]:
         saved, again = sum(row.saved_bytes for row in others), sum(row.recomputed_ns for row in others)
@@ -73,7 +73,7 @@ def module_rows(report: Report) -> tuple[list[tuple[str, ...]], str]:
 
 
 def _alive(run: StepProfile) -> str:
-    """What is there at the peak, the largest first."""
+    """What is in use at the peak, largest first."""
     alive = run.at_peak
     lines = [f"at the peak: {len(alive)} blocks, {format_bytes(sum(block.bytes for block in alive))}"]
     for block in alive[:_MOST_BLOCKS]:
@@ -86,7 +86,7 @@ def _alive(run: StepProfile) -> str:
 
 
 def _reserved(report: Report) -> str:
-    """What the step takes of a device, with addresses and without."""
+    """The device memory that the step takes, with addresses and without."""
     found = report.found_map()
     facts = {} if found is None else {"arena": f"{format_bytes(found.reserved_bytes)} reserved"}
     facts |= cuda_facts(*report.cuda()) if report.cuda is not None else {}
@@ -94,7 +94,8 @@ def _reserved(report: Report) -> str:
 
 
 def cuda_facts(native: CudaMemory, expandable: CudaMemory) -> dict[str, str]:
-    """What a step without addresses takes under CUDA's allocator, with segments of its own kind and with expandable ones."""
+    """The memory that a step without addresses takes under CUDA's allocator, with native and with expandable
+    segments."""
 
     def taken(found: CudaMemory) -> str:
         reserved, least = format_bytes(found.reserved_bytes), format_bytes(found.smallest_device_bytes)
@@ -104,7 +105,7 @@ def cuda_facts(native: CudaMemory, expandable: CudaMemory) -> dict[str, str]:
 
 
 def _measured(run: StepProfile, measured: Measurement) -> str:
-    """Predicted beside measured."""
+    """Predicted and measured figures."""
     reserved = "" if measured.reserved_bytes is None else f", {format_bytes(measured.reserved_bytes)} reserved"
     facts = {
         "peak": f"{format_bytes(run.peak_bytes)} predicted, {format_bytes(measured.peak_bytes)} measured{reserved}",

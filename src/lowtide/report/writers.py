@@ -1,4 +1,4 @@
-"""From a saved artefact to a file, the writer chosen by the file's extension."""
+"""Write a report to a file, in the form that its extension names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.report.snapshot import memory_snapshot
 from lowtide.report.text import report_text
 from lowtide.store import write_atomically
 
-# By extension; the first that fits counts.
+# By extension; the first match counts.
 WRITERS: dict[str, Callable[[Report], str | bytes]] = {
     ".html": html_page,
     ".trace.json": chrome_trace,
@@ -27,7 +27,7 @@ WRITERS: dict[str, Callable[[Report], str | bytes]] = {
 
 
 def writer_of(path: str | Path) -> Callable[[Report], str | bytes]:
-    """The writer for ``path``. Raises ``PlanError`` naming the extensions there are."""
+    """The writer for ``path``. Raises ``PlanError`` with the known extensions."""
     found = next((write for extension, write in WRITERS.items() if str(path).endswith(extension)), None)
     if found is None:
         raise PlanError(f"no report is written as {path}; its name must end in {', '.join(WRITERS)}.")

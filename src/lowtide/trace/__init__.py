@@ -1,4 +1,5 @@
-"""Recorded programs: the trace model, its files, the logs published with DTR, a simulator, and graphs from them. No torch."""
+"""Recorded programs: the trace model and its files, the logs published with DTR, a simulator, and graphs made from
+traces. Imports no torch."""
 
 from lowtide.trace.checker import check_trace
 from lowtide.trace.files import TRACE_FORMAT, TraceWriter, read_trace, write_trace

@@ -1,4 +1,4 @@
-"""Whether a trace makes sense: every tensor made once, before it is used, and not used after its release."""
+"""Check a trace: every tensor is made once, before it is used, and not used after its release."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from lowtide.trace.model import Constant, Event, OperatorCall, Pin, Release, Tra
 
 
 class Checker:
-    """Fed event by event."""
+    """Checks a trace event by event."""
 
     def __init__(self) -> None:
         self.live: set[int] = set()
         self.made: set[int] = set()
 
     def step(self, event: Event) -> None:
-        """Raises ``LowtideError`` saying what is wrong with the event."""
+        """Check one event. Raises ``LowtideError`` that says what is wrong with it."""
         match event:
             case Constant():
                 self._make(event.tensor)
@@ -47,7 +47,7 @@ class Checker:
 
 
 def check_trace(trace: Trace) -> None:
-    """Raises ``LowtideError`` naming the event that is wrong."""
+    """Raises ``LowtideError`` that names the first wrong event."""
     checker = Checker()
     for position, event in enumerate(trace.events):
         try:

@@ -1,4 +1,5 @@
-"""``lowtide-trace/1``: JSON lines, compressed where the file's name ends in ``.gz``; the first line describes the run."""
+"""``lowtide-trace/1`` files: JSON lines, compressed if the file's name ends in ``.gz``. The first line describes the
+run."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ _KINDS = ("constant", "call", "release", "pin")
 
 
 class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
-    """Writes a trace as its program runs, a line per event. Numbers of tensors are the caller's, each used once."""
+    """Writes a trace while its program runs, one line per event. The caller numbers the tensors, and uses each number
+    once."""
 
     def __init__(self, path: str | Path, *, name: str = "", device: str = "", budget_bytes: int | None = None) -> None:
-        """Raises ``LowtideError`` where the file cannot be written."""
+        """Raises ``LowtideError`` if the file cannot be written."""
         try:
             self._file = _open(path, "wt")
         except OSError as error:
@@ -37,7 +39,7 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
         self.close()
 
     def close(self) -> None:
-        """Closing twice does no harm."""
+        """May be called twice."""
         self._file.close()
 
     def constant(self, tensor: int, size: int) -> None:
@@ -56,7 +58,7 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
         random: bool = False,
         once: bool = False,
     ) -> None:
-        """``creates``: (tensor, bytes); ``aliases``: (tensor, the one of ``reads`` with which it shares its storage)."""
+        """``creates``: (tensor, bytes). ``aliases``: (tensor, the one of ``reads`` whose storage it shares)."""
         made = [*([t, size] for t, size in creates), *([t, 0, of] for t, of in aliases)]
         line = f'{{"call":{json.dumps(name)},"time_ns":{time_ns},"reads":{[*reads]},"creates":{made}'
         if written := [*writes]:
@@ -79,7 +81,7 @@ class TraceWriter(contextlib.AbstractContextManager["TraceWriter"]):
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Raises ``LowtideError`` where the file cannot be written."""
+    """Raises ``LowtideError`` if the file cannot be written."""
     calls = 0
     with TraceWriter(path, name=trace.name, device=trace.device, budget_bytes=trace.budget_bytes) as writer:
         for event in trace.events:
@@ -114,7 +116,8 @@ def _write_call(writer: TraceWriter, call: OperatorCall) -> None:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """A ``lowtide-trace/1``, or a log as published with DTR. Raises ``LowtideError`` naming the line that is wrong."""
+    """Read a ``lowtide-trace/1`` file, or a log as published with DTR. Raises ``LowtideError`` that names the wrong
+    line."""
     try:
         with _open(path, "rt") as file:
             first = file.readline()

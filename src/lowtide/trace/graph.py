@@ -1,14 +1,16 @@
-"""A trace as a graph for planners, so that they can be compared with online runs of the same program.
+"""A trace as a graph for planners, to compare them with online runs of the same program.
 
-As a ``lowtide-graph/1`` object it has several results per operator, views and flags. A tensor is a value, constants are graph
-inputs in external storages and count as ``fixed_bytes``. An operator whose results nobody reads (a mere view is left out),
-one that runs once, and a write to what cannot be computed again have the flag ``effect``: planners run them once. A write is
-an operator that returns the new version, at which all aliases look from then on. A storage is freed with its last use, not
-with its release; what is pinned or held at the end is an output.
+A ``lowtide-graph/1`` object has several results per operator, views and flags. A tensor becomes a value. Constants
+become graph inputs in external storages, and count as ``fixed_bytes``. The flag ``effect`` makes planners run an
+operator exactly once. It is set for operators whose results nobody reads (mere views are left out), for those that run
+once, and for writes to what cannot be computed again. Any other write becomes an operator that returns the new version;
+from then on, all aliases refer to this version. A storage is freed after its last use, not at its release. What is
+pinned or held at the end is an output.
 
-As a ``lowtide-dag/1`` object it has one result per operator, as large as all of them and freed together. An operator that
-only makes aliases is left out with its time: an alias is the operator whose storage it shares. A write to what cannot be
-computed again is an operator without bytes on which later readers depend. That an operator must not run twice cannot be said.
+A ``lowtide-dag/1`` object has one result per operator, which has the bytes of all its results and is freed as a whole.
+An operator that only makes aliases is left out together with its time; an alias stands for the operator whose storage
+it shares. A write to what cannot be computed again is an operator of 0 bytes on which later readers depend. The format
+cannot say that an operator must not run twice.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ def trace_to_dag(trace: Trace) -> dict[str, Any]:
 class _Conversion:
     def __init__(self, trace: Trace, *, views_last: bool) -> None:
         self.trace = trace
-        self.views_last = views_last  # whether a storage is lasting once a call that runs once has made an alias of it
+        self.views_last = views_last  # whether an alias made by a call that runs once makes a storage lasting
         self.ops: list[dict[str, Any]] = []
         self.values: list[dict[str, Any]] = []
         self.storages: list[dict[str, Any]] = []
         self.value_of: dict[int, int] = {}  # live tensor -> its value
-        self.lasting: dict[int, list[int]] = {}  # storage that cannot be computed again -> the ops that write it
-        self.versions: dict[int, int] = {}  # storage that was written -> that of the new version
+        self.lasting: dict[int, list[int]] = {}  # storage that cannot be computed again -> ops that write it
+        self.versions: dict[int, int] = {}  # written storage -> storage of the new version
         self.kept: dict[int, None] = {}
         for event in trace.events:
             match event:
@@ -100,7 +102,7 @@ class _Conversion:
         }
 
     def _made_by(self, storages: set[int]) -> set[int]:
-        """The ops that must have run for the content of the storages."""
+        """The operators that must have run for the storages to have their contents."""
         made = {op for storage in storages for op in self.lasting.get(storage, ())}
         return made.union(self.storages[s]["base"] for s in storages if self.storages[s]["base"] is not None)
 
@@ -156,7 +158,7 @@ class _Conversion:
         )
 
     def _mark_effects(self) -> None:
-        """Every op runs, also one whose results nobody reads, but for mere views."""
+        """Every operator runs, even if nobody reads its results, except for mere views."""
         bases = {storage["base"] for storage in self.storages}
         needed = set(self.kept)
         for index in range(len(self.ops) - 1, -1, -1):

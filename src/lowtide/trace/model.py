@@ -31,7 +31,8 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """``alias_of``: the tensor whose storage it shares, one that the call reads; its bytes are 0 then."""
+    """``alias_of``: the tensor whose storage it shares, if any. The call reads that tensor, and the bytes are 0
+    then."""
 
     tensor: int
     bytes: int
@@ -83,8 +84,8 @@ Event = Constant | OperatorCall | Release | Pin
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """``budget_bytes``: what the run was held to, where it was; ``device``: what the times were taken on.
-    ``forward_calls``: how many calls make up the forward pass, where that is known."""
+    """``budget_bytes``: the budget of the run, if it had one. ``device``: where times were measured. ``forward_calls``:
+    the number of calls in the forward pass, if known."""
 
     events: tuple[Event, ...]
     name: str = ""
@@ -94,7 +95,7 @@ class Trace:
 
     @property
     def time_ns(self) -> int:
-        """Of every call once."""
+        """The time of all calls, each run once."""
         return sum(event.time_ns for event in self.calls())
 
     def calls(self) -> Iterator[OperatorCall]:

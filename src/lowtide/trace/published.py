@@ -21,7 +21,7 @@ from lowtide.trace.model import Constant, Created, Event, OperatorCall, Pin, Rel
 
 
 def read_published(lines: Iterable[str], name: str) -> Trace:
-    """Raises ``LowtideError`` naming the line that is wrong."""
+    """Raises ``LowtideError`` that names the wrong line."""
     return _Reader(name).read(lines)
 
 
@@ -30,8 +30,8 @@ class _Reader:
         self.name = name
         self.events: list[Event] = []
         self.named: dict[str, int] = {}
-        self.names = list[int]()  # tensor -> how many names it has
-        self.bytes = list[int]()  # tensor -> of its storage
+        self.names = list[int]()  # tensor -> number of its names
+        self.bytes = list[int]()  # tensor -> bytes of its storage
         self.calls = 0
         self.forward_calls: int | None = None
         self.line = 0
@@ -134,7 +134,7 @@ class _Reader:
         return len(self.names) - 1
 
     def _name(self, name: str, tensor: int) -> None:
-        """The tensor gets the name, which whatever had it before loses."""
+        """Give the name to the tensor, and take it from the tensor that had it before."""
         self.names[tensor] += 1
         if name in self.named:
             self._drop(name)
@@ -148,5 +148,5 @@ class _Reader:
 
 
 def _whole(record: dict[str, Any], key: str) -> int:
-    """A number, which the logs have as text."""
+    """A number, which the logs store as text."""
     return count(int(record[key]), key)

@@ -1,23 +1,26 @@
-"""The replay of a trace within a budget, event by event.
+"""Replay a trace within a budget, event by event.
 
 The rules are those of the simulator published with the paper (Kirisame et al., ICLR 2021, section 4):
 
-- A storage costs what the operators of its tensors cost together, aliases included; it is computed from what they read.
-- What an operator reads counts as accessed when the operator is asked for, what the program has just computed when it has
-  run. What is missing is rebuilt in the order of the arguments, while those that are there are locked.
-- An operator runs when its results fit, those among them that are there already included: they exist twice for a moment.
-- Among storages of equal score the one goes first that could be evicted last.
-- Constants and pinned tensors stay; a released constant still takes up memory.
+- The cost of a storage is the cost of the operators of all its tensors, aliases included. It is computed from what
+  these operators read.
+- A read counts as an access when the operator is requested; a result when the operator has run. Missing arguments are
+  rebuilt in order, while those present are locked.
+- An operator runs once there is room for all its results, including those that are present: for a moment these exist
+  twice.
+- Of storages with equal scores, the one that became evictable last is evicted first.
+- Constants and pinned tensors stay. A released constant still takes memory.
 
-Policies, for a storage whose last tensor the program has released:
+Policies for a storage whose last tensor the program has released:
 
-    eager    evict it at once; it can be rebuilt where something else needs it
-    ignore   do nothing: it goes when it is chosen
-    banish   let it go for good as soon as nothing evicted was computed from it; what was computed from it stays from then on
+    eager    evict it at once; it can be rebuilt if something else needs it
+    ignore   do nothing; it may be chosen for eviction
+    banish   remove it for good once nothing evicted was computed from it; what was computed from it then stays
 
-Beyond that simulator: workspaces; operators that run once, whose results stay while they are held; and writes. A
-write leaves a new version, computed by the operator from the old one; where the old one cannot be computed again (a
-constant, say), it happens in place, and whatever can no longer be rebuilt afterwards is rebuilt before and stays.
+Three things go beyond that simulator. Operators have workspaces. Some operators run once, and their results stay while
+the program holds them. And there are writes: a write makes a new version, which the operator computes from the old one.
+If the old version cannot be computed again (a constant, for example), the write happens in place. What could not be
+rebuilt afterwards is rebuilt before the write, and stays.
 """
 
 from __future__ import annotations
@@ -48,21 +51,21 @@ class ReplayEndError(Exception):
 
 
 class ReplayWatcher:
-    """Sees a replay go by."""
+    """Is told about the events of a replay."""
 
     def ran(self, operator: TracedOperator, again: bool) -> None:
-        """The operator has run; what it leaves is about to come."""
+        """The operator has run; its results follow."""
 
     def came(self, storage: TracedStorage) -> None:
-        """The storage takes up memory from here on."""
+        """The storage takes memory from here on."""
 
     def went(self, storage: TracedStorage) -> None:
-        """It no longer does."""
+        """The storage takes no memory from here on."""
 
 
 @dataclass(slots=True)
 class Replay:
-    """Runs the events one by one. ``spare_ns``: how much recomputation there may be, ``None`` without a limit."""
+    """Runs the events one by one. ``spare_ns``: how much recomputation is allowed, ``None`` for no limit."""
 
     pool: Pool
     budget_bytes: int
@@ -73,10 +76,10 @@ class Replay:
     evictions: int = 0
     rematerializations: int = 0
     peak_bytes: int = 0
-    turn: int = 0  # counts down: of equals, the one that became evictable last goes first
+    turn: int = 0  # counts down: of equals, the one that became evictable last is evicted first
 
     def step(self, event: Event) -> None:
-        """Raises ``ReplayEndError`` where the replay cannot go on."""
+        """Run one event. Raises ``ReplayEndError`` if the replay cannot go on."""
         match event:
             case OperatorCall():
                 self._call(event)
@@ -118,7 +121,8 @@ class Replay:
         self.pool.link(storage, (tensor.storage for tensor in operator.reads))
 
     def _new_versions(self, call: OperatorCall, operator: TracedOperator) -> list[tuple[TracedStorage, TracedTensor]]:
-        """Of the storages that the call writes and that can be computed again; the others are made ready for it."""
+        """New versions of the storages that the call writes, if they can be computed again. The others are prepared for
+        a write in place."""
         versions: list[tuple[TracedStorage, TracedTensor]] = []
         for number in call.writes:
             storage = self.tensors[number].storage
@@ -131,7 +135,7 @@ class Replay:
         return versions
 
     def _move(self, old: TracedStorage, new: TracedTensor) -> None:
-        """Whoever looked at the old storage looks at the new version, whose first tensor is ``new``."""
+        """Tensors in the old storage become tensors in the new version, whose first tensor is ``new``."""
         for tensor in [tensor for tensor in old.tensors if tensor.held]:
             moved = new
             if tensor.number != new.number:
@@ -152,7 +156,7 @@ class Replay:
             self._let_go(storage)
 
     def _let_go(self, storage: TracedStorage) -> None:
-        """Evict it; what can not be computed again is forgotten, unless something held would need it."""
+        """Evict the storage. If it cannot be computed again, forget it unless something held would need it."""
         if not storage.pinned:
             self._evict(storage)
         elif storage.lasting and all(held.resident for held in storage.dependents()[0]):
@@ -160,7 +164,7 @@ class Replay:
             self._forget(storage)
 
     def _banish(self, storage: TracedStorage) -> None:
-        """The storage and, where that was all they waited for, those from which it was computed."""
+        """Remove the storage for good, and also those it was computed from if they only waited for this one."""
         waiting = [storage]
         while waiting:
             here = waiting.pop()
@@ -173,7 +177,7 @@ class Replay:
             self._forget(here)
 
     def _cut_off(self, storage: TracedStorage) -> None:
-        """Nothing will be computed from what the storage holds now any more."""
+        """Make sure that nothing will be computed from the present contents of the storage any more."""
         held, unheld = storage.dependents()
         for here in held:
             if here.resident:
@@ -198,7 +202,7 @@ class Replay:
             self._run(tensor.operator, tensor, again=True)
 
     def _run(self, operator: TracedOperator, asked: TracedTensor | None, *, again: bool) -> None:
-        """Run the operator and, before it, those of whatever it reads that is gone."""
+        """Run the operator, after the operators that make its missing arguments."""
         stack = [(operator, asked, self._ask(operator))]
         while stack:
             operator, asked, missing = stack[-1]
@@ -212,7 +216,7 @@ class Replay:
                 stack.append((missing[-1].operator, missing[-1], self._ask(missing[-1].operator)))
 
     def _ask(self, operator: TracedOperator) -> list[TracedTensor]:
-        """Lock what is there; returns what is not, the first last."""
+        """Lock the arguments that are present; returns the missing ones, last first."""
         missing = []
         for tensor in operator.reads:
             self.pool.touch(tensor.storage)
@@ -260,7 +264,7 @@ class Replay:
                     raise ReplayEndError(ReplayStatus.THRASH, operator.name)
 
     def _arrive(self, storage: TracedStorage) -> None:
-        """Coming back is no access."""
+        """To become present again is no access."""
         accessed_ns = storage.accessed_ns
         self.watcher.came(storage)
         self.pool.enter(storage)

@@ -1,4 +1,5 @@
-"""Replaying a trace by the rules of ``lowtide.trace.replay``, as an online run would have to, and its peak without a budget."""
+"""Replay a trace by the rules of ``lowtide.trace.replay``, as an online run would have to, and compute its peak without
+a budget."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ POLICIES = ("eager", "ignore", "banish")
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult(Shown):
-    """``base_ns``: every operator once; ``time_ns``: up to where the replay ended. ``operator`` is where it failed.
-    ``evictions`` counts those that made room; ``rematerializations`` the operators that ran again."""
+    """``base_ns``: the time of every operator, run once. ``time_ns``: the time up to the end of the replay.
+    ``operator``: the one at which the replay failed. ``evictions`` counts those that made room,
+    ``rematerializations`` the operators that ran again."""
 
     status: ReplayStatus
     budget_bytes: int
@@ -58,11 +60,11 @@ def simulate(
     most_slowdown: float | None = 2.0,
     watcher: ReplayWatcher | None = None,
 ) -> ReplayResult:
-    """Replay the trace. It ends where nothing can make room, and where it would take over ``most_slowdown`` of its time.
+    """Replay the trace. The replay ends if nothing more can be evicted, or if it takes more than ``most_slowdown``
+    times the trace's time.
 
-    ``watcher`` is told what runs, and what comes and goes.
-
-    Raises ``LowtideError`` for an unknown heuristic or policy and for a trace that contradicts itself.
+    ``watcher`` is told what runs, and what takes memory. Raises ``LowtideError`` for an unknown heuristic or policy,
+    and for a trace that contradicts itself.
     """
     if policy not in POLICIES:
         raise LowtideError(f"no policy is named {policy!r}; known: {', '.join(POLICIES)}")
@@ -89,8 +91,8 @@ def simulate(
 
 
 def unconstrained_peak_bytes(trace: Trace) -> int:
-    """What the trace needs where nothing is evicted: its storages from their first tensor to their last release.
-    Constants included; a write of what a call made needs room for the new version beside the old one."""
+    """The peak of the trace if nothing is evicted: each storage lives from its first tensor to its last release.
+    Constants count. A write to the result of a call needs room for the new version beside the old one."""
     storage_of: dict[int, int] = {}  # tensor -> the first tensor of its storage
     sizes: dict[int, int] = {}  # first tensor -> bytes
     held: dict[int, int] = {}

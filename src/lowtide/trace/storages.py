@@ -1,4 +1,4 @@
-"""What a replay works on: operators, the tensors they return, and the storages behind them, which are what is evicted."""
+"""The objects of a replay: operators, the tensors they return, and the storages of these, which can be evicted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lowtide.eviction import Entry
 
 @dataclass(eq=False, repr=False, slots=True)
 class TracedStorage(Entry):
-    """``held``: how many of its ``tensors`` the program still has; ``lasting``: it cannot be computed again;
-    ``outside``: neither made nor freed by the program."""
+    """``held``: how many of its ``tensors`` the program still holds. ``lasting``: it cannot be computed again.
+    ``outside``: the program neither makes nor frees it."""
 
     parents: tuple[TracedStorage, ...] = ()
     children: dict[TracedStorage, None] = field(default_factory=dict)  # type: ignore[assignment]
@@ -24,7 +24,8 @@ class TracedStorage(Entry):
         self.lasting = self.pinned = True
 
     def dependents(self) -> tuple[list[TracedStorage], list[TracedStorage]]:
-        """What was computed from the storage, directly or by way of what nobody holds: the held ones, and those between."""
+        """The storages computed from this one, directly or through storages that nobody holds: those held, and those in
+        between."""
         held: dict[TracedStorage, None] = {}
         unheld: dict[TracedStorage, None] = {}
         waiting = [self]
@@ -40,7 +41,7 @@ class TracedStorage(Entry):
 
 @dataclass(eq=False, repr=False, slots=True)
 class TracedOperator:
-    """``needed_bytes``: for its workspace, and for what it creates as that is added."""
+    """``needed_bytes``: for its workspace and its new storages."""
 
     name: str
     time_ns: int
@@ -49,7 +50,7 @@ class TracedOperator:
     creates: list[TracedTensor] = field(default_factory=list)
 
     def create(self, storage: TracedStorage, number: int) -> TracedTensor:
-        """A tensor in the storage, whose bytes are needed where the tensor is its first."""
+        """A new tensor in the storage. If it is the storage's first, its bytes are needed."""
         tensor = TracedTensor(self, storage, number)
         if not storage.tensors:
             self.needed_bytes += storage.bytes
@@ -61,8 +62,8 @@ class TracedOperator:
 
 @dataclass(eq=False, repr=False, slots=True)
 class TracedTensor:
-    """``defined``: it can be read. An alias is not, although its storage may be there, until its operator has run
-    again. ``number``: what the trace calls it."""
+    """``defined``: it can be read. After an eviction, an alias is undefined until its operator has run again, even if
+    its storage is present. ``number``: its number in the trace."""
 
     operator: TracedOperator
     storage: TracedStorage
